@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any, NamedTuple
@@ -29,18 +27,18 @@ from penstock.runtime.transport.transport_errors import wait
 from penstock.simulation.calibration import calibrate, measured_timeline
 from penstock.simulation.timeline import Timeline
 
-# Clocks of a profile: of the host, of a device, and the offsets between the clocks of ranks.
-#
-# Ranks of one machine read the same clock. The clocks of other machines are compared with rank 0's by round
-# trips, and are correct to within half of the fastest round trip (`Clocks.uncertainty`).
-
+# --- clocks --------------------------------------------------------------------------------------------
 
 _ROUNDS = 20
 
 
 @dataclass(frozen=True)
 class Clocks:
-    """Per rank: how far its clock is ahead of rank 0's, in seconds, and the largest error of that."""
+    """Per rank: how far its clock is ahead of rank 0's, in seconds, and the largest error of that.
+
+    Ranks of one machine read the same clock. The clocks of other machines are compared with rank 0's by round
+    trips, and are correct to within half of the fastest round trip.
+    """
 
     offsets: tuple[float, ...]
     uncertainty: tuple[float, ...]
@@ -80,48 +78,41 @@ class DeviceClock:
 
 
 def compare_clocks(communicator: Communicator | None, rank: int, ranks: int) -> Clocks:
-    """Rank 0 asks every other rank for its time, several times; the fastest round trip counts."""
+    """Let rank 0 ask every other rank for its time, several times; the fastest round trip counts."""
     if communicator is None:
         return Clocks((0.0,), (0.0,))
     found = np.zeros((ranks, 2), dtype=np.int64)
     token = torch.zeros(2, dtype=torch.int64)
     tag = communicator.control_tag(ControlMessage.CLOCK)
     for other in range(1, ranks):
-        if rank == other:
-            for _ in range(_ROUNDS):
+        answers = []
+        for _ in range(_ROUNDS if rank in (0, other) else 0):
+            if rank == other:
                 wait(communicator.receive_host(token, 0, tag))
                 token[0], token[1] = perf_counter_ns(), _boot_id()
                 wait(communicator.send_host(token, 0, tag))
-        elif rank == 0:
-            found[other] = _offset_of(communicator, other, token)
+                continue
+            begin = perf_counter_ns()
+            wait(communicator.send_host(token, other, tag))
+            wait(communicator.receive_host(token, other, tag))
+            end = perf_counter_ns()
+            answers.append((end - begin, int(token[0]) - (begin + end) // 2))
+        same_clock = int(token[1]) == _boot_id() != -1
+        if answers and not same_clock:
+            taken, offset = min(answers)
+            found[other] = offset, taken // 2
     offsets = gather_arrays(communicator, found, [ranks] * ranks)[0] / 1e9
     return Clocks(tuple(offsets[:, 0].tolist()), tuple(offsets[:, 1].tolist()))
 
 
-def _offset_of(communicator: Communicator, other: int, token: torch.Tensor) -> tuple[int, int]:
-    """The offset of another rank's clock and its uncertainty, in nanoseconds."""
-    answers, tag = [], communicator.control_tag(ControlMessage.CLOCK)
-    for _ in range(_ROUNDS):
-        begin = perf_counter_ns()
-        wait(communicator.send_host(token, other, tag))
-        wait(communicator.receive_host(token, other, tag))
-        end = perf_counter_ns()
-        answers.append((end - begin, int(token[0]) - (begin + end) // 2))
-    if int(token[1]) == _boot_id() != -1:
-        return 0, 0
-    taken, offset = min(answers)
-    return offset, taken // 2
-
-
 def _boot_id() -> int:
-    """A number for this machine since its boot; processes with the same number read the same clock."""
-    with contextlib.suppress(OSError):
+    """Return a number for this machine since its boot; processes with the same number read the same clock."""
+    with suppress(OSError):
         return zlib.crc32(Path("/proc/sys/kernel/random/boot_id").read_bytes())
     return -1
 
 
-# Measures the latency and the bandwidth of every edge between stages, by round trips on its channels.
-
+# --- links ---------------------------------------------------------------------------------------------
 
 _SMALL, _LARGE = 64, 1 << 20  # bytes
 
@@ -134,18 +125,18 @@ class LinkCosts(NamedTuple):
 
 
 def link_costs(network: LinkCosts) -> Costs:
-    """Costs of links alone; an edge between stages of one rank is as fast as the fastest link."""
+    """Return costs of links alone; an edge between stages of one rank is as fast as the fastest link."""
     measured = [speed for speed in network.bandwidth if speed]
     bandwidth = tuple(speed or max(measured) for speed in network.bandwidth) if measured else None
     return Costs(latency=network.latency or 0.0, bandwidth=bandwidth)
 
 
 def measure_links(communicator: Communicator | None, schedule: Schedule, rank: int) -> LinkCosts:
-    """Latency and bandwidth of each edge, from small and large messages, one edge after the other."""
-    hosts, edges = schedule.placement.stage_to_rank, schedule.graph.edges
+    """Measure each edge by round trips of small and large messages, one edge after the other."""
+    rank_of_stage, edges = schedule.placement.stage_to_rank, schedule.graph.edges
     found = np.zeros((len(edges), 2), dtype=np.int64)
     for edge, ends in enumerate(edges):
-        here, there = (hosts[stage] for stage in ends)
+        here, there = (rank_of_stage[stage] for stage in ends)
         if communicator is not None and here != there and rank in (here, there):
             channels = 2 * int(schedule.table.carrier[edge]), 2 * edge + 1
             small, large = (
@@ -161,7 +152,7 @@ def measure_links(communicator: Communicator | None, schedule: Schedule, rank: i
 def _round_trip(
     communicator: Communicator, channels: tuple[int, int], peer: int, size: int, *, first: bool
 ) -> int:
-    """Nanoseconds of the fastest of several round trips on the two channels of an edge."""
+    """Return the nanoseconds of the fastest of several round trips on the two channels of an edge."""
     up, down = channels
     tags = [communicator.control_tag(ControlMessage.PING) + channel % 2 for channel in (up, down)]
     message = Buffer(size, communicator.device)
@@ -180,18 +171,18 @@ def _round_trip(
     return best
 
 
-# Live bytes: what the stages of a rank hold for their backwards after each step of its list, counted in a run.
-#
-# Counted are the same things as in the simulated memory (`penstock.cost.memory`): what each microbatch holds of
-# its forward (`StageMemory.held_bytes`), and receive buffers from the posted receive on. The largest bytes of
-# each stage become costs.
-
+# --- live bytes ----------------------------------------------------------------------------------------
 
 _NAMES = ("activation", "checkpoint", "offloadable", "after_input")
 
 
 class LiveBytes:
-    """Counts the bytes of one rank, step by step."""
+    """Counts what the stages of a rank hold for their backwards after each action of its list.
+
+    Counted are the same things as in the simulated memory (`penstock.cost.memory`): what each microbatch holds
+    of its forward (`StageMemory.held_bytes`), and receive buffers from the posted receive on. The largest bytes of
+    each stage become costs.
+    """
 
     def __init__(self, num_stages: int) -> None:
         self._held: dict[tuple[int, int], int] = {}
@@ -200,32 +191,26 @@ class LiveBytes:
 
     @contextmanager
     def counting(self, connection: Connection, program: Program) -> Iterator[Callable[[int], None]]:
-        """Gives what has to be called after each step of the list with its index."""
+        """Yield what has to be called after each action of the list, with its index."""
         self._held.clear()
         self._levels.clear()
         memories = {index: stage.memory for index, stage in connection.stages.items()}
+
+        def after(position: int) -> None:
+            level = self._levels[-1] if self._levels else 0
+            self._levels += [level] * (position - len(self._levels))  # actions without a call change nothing
+            for part in program.steps[position].parts:
+                if part.microbatch is not None and not part.kind.is_communication:
+                    self._count(memories[part.stage], part.kind, part.stage, part.microbatch)
+            self._levels.append(connection.receive_buffer_bytes() + sum(self._held.values()))
+
         for memory in memories.values():
             memory.counts_bytes = True
         try:
-            yield partial(self._after, memories, connection.receive_buffer_bytes, program)
+            yield after
         finally:
             for memory in memories.values():
                 memory.counts_bytes = False
-
-    def _after(
-        self,
-        memories: Mapping[int, StageMemory],
-        receive_buffer_bytes: Callable[[], int],
-        program: Program,
-        position: int,
-    ) -> None:
-        """Count again what the step of this index has changed."""
-        level = self._levels[-1] if self._levels else 0
-        self._levels += [level] * (position - len(self._levels))  # steps without a call change nothing
-        for part in program.steps[position].parts:
-            if part.microbatch is not None and not part.kind.is_communication:
-                self._count(memories[part.stage], part.kind, part.stage, part.microbatch)
-        self._levels.append(receive_buffer_bytes() + sum(self._held.values()))
 
     def _count(self, memory: StageMemory, kind: Kind, stage: int, microbatch: int) -> None:
         before = self._held.get((stage, microbatch), 0)
@@ -245,17 +230,15 @@ class LiveBytes:
         entry = stage, _NAMES.index(name)
         self._most[entry] = max(self._most[entry], size)
 
-    # --- of all ranks ------------------------------------------------------------------------------
-
     def gathered(self, communicator: Communicator | None, schedule: Schedule, rank: int) -> list[Ints]:
-        """Per rank: the bytes held after each step of its list, the same on every rank."""
-        steps = len(schedule.ranks[rank])
-        levels = [*self._levels, *self._levels[-1:] * (steps - len(self._levels))]
+        """Return per rank the bytes held after each action of its list, the same on every rank."""
+        missing = len(schedule.ranks[rank]) - len(self._levels)
+        levels = [*self._levels, *self._levels[-1:] * missing]
         lengths = [len(row) for row in schedule.ranks]
         return gather_arrays(communicator, np.array(levels, dtype=np.int64), lengths)
 
     def costs(self, communicator: Communicator | None, schedule: Schedule, links: Costs) -> Costs:
-        """These costs with the most bytes of each stage that were counted, the same on every rank."""
+        """Return these costs with the most bytes of each stage that were counted, the same on every rank."""
         gathered = gather_arrays(communicator, self._most, [len(self._most)] * schedule.num_ranks)
         most: Floats = np.maximum.reduce(gathered).astype(np.float64)
         full, kept, moved, after = most.T
@@ -273,25 +256,26 @@ def _listed(values: Floats) -> tuple[float, ...]:
     return tuple(values.tolist())
 
 
-# Measured timelines of steps on all ranks, on one clock, and the costs derived from them.
-#
-#     with pipeline.profile() as profile:
-#         pipeline.step(x, target=y)
-#     profile.timeline.makespan, profile.costs.forward
-#
-# The time of an action is that of its own work; waiting for a message is before its start.
+# --- timelines -----------------------------------------------------------------------------------------
 
 
 @dataclass
 class Profile:
-    """The recorded timelines, one for each step or eval, in order."""
+    """The recorded timelines, one for each step or eval, in order.
+
+        with pipeline.profile() as profile:
+            pipeline.step(x, target=y)
+        profile.timeline.makespan, profile.costs.forward
+
+    The time of an action is that of its own work; waiting for a message is before its start.
+    """
 
     clocks: Clocks
     timelines: list[Timeline] = field(default_factory=list)
     starts: list[float] = field(default_factory=list)
     """When each of them started, in seconds of rank 0's clock."""
     live_bytes: list[list[Ints]] = field(default_factory=list)
-    """For each step in which bytes were counted, per rank: the bytes held after each step of its list."""
+    """For each step in which bytes were counted, per rank: the bytes held after each action of its list."""
 
     def _require_steps(self) -> None:
         if not self.timelines:
@@ -338,11 +322,9 @@ class Recorder:
 
     def run(self, connection: Connection, program: Program) -> None:
         """Run a step and keep its times."""
-        if self._bytes is None:
-            marks = program.run_timed(self._clock.now)
-        else:
-            with self._bytes.counting(connection, program) as after:
-                marks = program.run_timed(self._clock.now, after)
+        counting = nullcontext() if self._bytes is None else self._bytes.counting(connection, program)
+        with counting as after:
+            marks = program.run_timed(self._clock.now, after)
         self._times = np.array(self._clock.nanoseconds(marks), dtype=np.int64).reshape(-1, 2)
 
     def gathered(self, connection: Connection, program: Program) -> Timeline:
@@ -354,7 +336,12 @@ class Recorder:
         first = times[:, 0].min()
         seconds = (times - first) / 1e9
         sizes = gather_arrays(communicator, _sizes(connection), [len(schedule.graph.edges)] * self._ranks)
-        links = _link_costs(self._network, np.maximum.reduce(sizes))
+        activation, gradient = np.maximum.reduce(sizes).T.tolist()
+        links = replace(
+            link_costs(self._network),
+            activation_message=tuple(activation) or 0.0,
+            gradient_message=tuple(gradient) or 0.0,
+        )
         if self._bytes is not None and program is connection.programs["step"]:
             links = self._bytes.costs(communicator, schedule, links)
             self._levels = self._bytes.gathered(communicator, schedule, self._rank)
@@ -373,19 +360,10 @@ class Recorder:
 
 
 def _sizes(connection: Connection) -> Ints:
-    """Per edge, as far as this rank sends on it: bytes of an activation message and of a gradient message."""
+    """Return per edge on which this rank sends: bytes of an activation message and of a gradient message."""
     graph = connection.config.schedule.graph
     found = np.zeros((len(graph.edges), 2), dtype=np.int64)
     for (kind, stage, peer), size in connection.message_sizes().items():
         edge = graph.number[(stage, peer) if kind is Kind.SEND_F else (peer, stage)]
         found[edge, int(kind is Kind.SEND_B)] = size
     return found
-
-
-def _link_costs(network: LinkCosts, sizes: Ints) -> Costs:
-    """Costs of messages alone: the measured links, and the bytes that were sent."""
-    return replace(
-        link_costs(network),
-        activation_message=tuple(sizes[:, 0].tolist()) or 0.0,
-        gradient_message=tuple(sizes[:, 1].tolist()) or 0.0,
-    )
