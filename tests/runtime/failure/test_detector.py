@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from penstock.runtime.failure.detector import FailureDetector
-from penstock.runtime.failure.links import Ended, neighbours
+from penstock.runtime.failure.links import Ended, Listener, neighbours
 from penstock.runtime.failure.monitor import RankStatus
 from tests.runtime.failure.test_monitor import linked_detectors, until
 
 
-class Recorder:
+class Recorder(Listener):
     """Keeps what it is told."""
 
     def __init__(self, detector: FailureDetector) -> None:
@@ -26,9 +26,6 @@ class Recorder:
 
     def on_end(self, ended: Ended) -> None:
         self.ended.append(ended.rank)
-
-    def on_beat(self) -> None:
-        pass
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8, 100, 1000])

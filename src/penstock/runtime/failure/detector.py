@@ -30,9 +30,9 @@ from penstock.runtime.failure.links import (
     Link,
     Listener,
     check_message,
-    connect_link,
     end_message,
 )
+from penstock.runtime.transport.addresses import connect
 from penstock.traces.diagnose.rank_state import LostRank
 
 # Heartbeats of other ranks: how long each is silent, without the time this process was suspended itself.
@@ -85,6 +85,7 @@ class Heartbeats:
         return found
 
 
+_CONNECT_SECONDS = 5.0
 _BEAT_SECONDS = 1.0
 _CLOSE_SECONDS = 10.0  # the thread ends at once, unless the machine is busy
 _INTRODUCTION_SECONDS = 20.0  # a rank proves in milliseconds that it has the key, unless the machine is busy
@@ -148,9 +149,12 @@ class FailureDetector:
 
     def link(self, rank: int, address: str) -> bool:
         """Connect to the failure detector of a rank at this address; false if nothing answers there."""
-        if (link := connect_link(address, self._own, rank)) is not None:
-            self._add(link)
-        return link is not None
+        try:
+            link = Link(connect(address, _CONNECT_SECONDS), self._own, rank)
+        except (OSError, ValueError):
+            return False
+        self._add(link)
+        return True
 
     def lose(self, rank: int, process: str, network_error: str = "") -> None:
         """The process of a rank has ended without a message, or cannot be reached: tell all ranks."""

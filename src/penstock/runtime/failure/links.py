@@ -22,10 +22,10 @@ import re
 import secrets
 import socket
 import time
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from penstock.errors import FailureKind
-from penstock.runtime.transport.addresses import connect, without_delay
+from penstock.runtime.transport.addresses import without_delay
 from penstock.traces.diagnose.rank_state import WaitKind
 
 # The events that the failure detector reports: a message, the end of a process, a second that has passed.
@@ -119,20 +119,19 @@ def _fits(value: Any, shape: Any) -> bool:
     return type(value) is shape  # True is no int
 
 
-class Listener(Protocol):
-    """Receives the events of the job, on the thread of the failure detector."""
+class Listener:
+    """Receives the events of the job, on the thread of the failure detector; handles none by default."""
 
     def on_message(self, message: dict[str, Any]) -> None:
-        """A message from another rank."""
+        """Handle a message from another rank."""
 
     def on_end(self, ended: Ended) -> None:
-        """The process of another rank has ended."""
+        """Handle the end of another rank's process."""
 
     def on_beat(self) -> None:
-        """A second has passed."""
+        """Handle that a second has passed."""
 
 
-_CONNECT_SECONDS = 5.0
 _LONGEST_LINE = 2**24
 _LONGEST_INTRODUCTION = 2**12
 """Of an end that has not proved that it knows the key."""
@@ -263,7 +262,12 @@ class Link:
         seal, text = line[:_SEAL_BYTES], line[_SEAL_BYTES:]
         if not hmac.compare_digest(seal, self._directions[1].seal(text)):
             raise ValueError("a line is not from the other end, or not the next one")
-        message = _parsed(text) if text else None
+        try:
+            message = json.loads(text) if text else None
+        except RecursionError as error:
+            raise ValueError("a message is nested too deeply") from error
+        if message is not None and not isinstance(message, dict):
+            raise ValueError("a message is an object")
         if self.rank is None:
             self._take_introduction(message or {})
         else:
@@ -291,24 +295,6 @@ class Link:
 
     def _introduce(self, to: int) -> None:
         self.send({"rank": self._own.rank, "to": to, "process": self._own.process})
-
-
-def _parsed(text: bytes) -> dict[str, Any]:
-    try:
-        message = json.loads(text)
-    except RecursionError as error:
-        raise ValueError("a message is nested too deeply") from error
-    if not isinstance(message, dict):
-        raise ValueError("a message is an object")  # noqa: TRY004 -- as all other faults of a line
-    return message
-
-
-def connect_link(address: str, own: Identity, rank: int) -> Link | None:
-    """A link to this rank, at `host:port`; None if it does not answer."""
-    try:
-        return Link(connect(address, _CONNECT_SECONDS), own, rank)
-    except (OSError, ValueError):
-        return None
 
 
 def neighbours(rank: int, size: int) -> set[int]:

@@ -17,7 +17,7 @@ from typing import Any
 from penstock.arguments import some
 from penstock.errors import FailureKind
 from penstock.runtime.failure.detector import SILENT_SECONDS, FailureDetector
-from penstock.runtime.failure.links import Ended
+from penstock.runtime.failure.links import Ended, Listener
 from penstock.runtime.states.writer import request_states
 from penstock.runtime.transport.transport_errors import TransportError
 from penstock.traces.diagnose.rank_state import Wait
@@ -81,7 +81,7 @@ class RankStatus:
     """Its current or last step or eval for messages."""
 
 
-class FailureMonitor:
+class FailureMonitor(Listener):
     """The monitor of one connection on one rank; `name` is that of the connection on all its ranks.
 
     `status` gives what this rank is doing; `on_failure` is called once, `on_stuck` if the rank does not react.

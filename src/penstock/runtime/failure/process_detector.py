@@ -27,7 +27,7 @@ from penstock.processes import has_ended, process_name
 from penstock.runtime.config import ExecutionConfig
 from penstock.runtime.failure import report
 from penstock.runtime.failure.detector import SILENT_SECONDS, FailureDetector
-from penstock.runtime.failure.links import Ended, neighbours
+from penstock.runtime.failure.links import Listener, neighbours
 from penstock.runtime.transport.addresses import listening_socket
 from penstock.runtime.transport.process_groups import abort_process_groups, rank_name
 from penstock.runtime.transport.stores import (
@@ -175,7 +175,7 @@ def guarded_collective(members: Sequence[int]) -> Iterator[None]:
             detector.remove_listener(guard)
 
 
-class _Guard:
+class _Guard(Listener):
     """Listens to the failure detector during one collective."""
 
     def __init__(self, detector: FailureDetector, members: Sequence[int]) -> None:
@@ -183,12 +183,6 @@ class _Guard:
         self._aborted = False
         self._lost_at: float | None = None
         detector.add_listener(self)
-
-    def on_message(self, message: dict[str, Any]) -> None:
-        """Do nothing: a failed step of another rank does not concern this collective."""
-
-    def on_end(self, ended: Ended) -> None:
-        """Do nothing: a rank that ended is noticed at the next beat."""
 
     def on_beat(self) -> None:
         """Abort if a rank is lost."""

@@ -221,7 +221,7 @@ class StepCommit:
         self._with_sinks = {rank for rank in ranks_of_sinks if rank != self._source}
         self._tensor_groups = _tensor_groups(config) if self._is_source else []
         self._message: Tensor
-        self._finished: dict[int, Tensor] = {}
+        self._received: dict[int, Tensor] = {}
         self._pending: dict[int, Pending] = {}
         self._sent: list[Pending] = []
         self.awaited: Wait | None = None
@@ -235,12 +235,14 @@ class StepCommit:
         self.awaited = None
         if (communicator := self._communicator) is None:
             return
+        received, purpose = {self._source: self._message}, ControlMessage.LOSSES
         if self._is_source:
-            self._finished = {rank: self._finished_message(rank) for rank in self._others}
-            received = self._finished
-        else:
-            received = {self._source: self._message}
-        self._pending = {rank: self._receive(communicator, message, rank) for rank, message in received.items()}
+            received, purpose = (
+                {rank: self._finished_message(rank) for rank in self._others},
+                ControlMessage.FINISHED,
+            )
+        self._received, tag = received, communicator.control_tag(purpose)
+        self._pending = {rank: communicator.receive_host(each, rank, tag) for rank, each in received.items()}
 
     def _empty(self) -> Tensor:
         """Whether there is a loss, the loss of the step, the losses of the microbatches."""
@@ -250,7 +252,7 @@ class StepCommit:
         return self._empty() if rank in self._with_sinks else torch.zeros(1, dtype=torch.uint8)
 
     def finish(self, weights: Sequence[float]) -> tuple[float | None, Tensor | None]:
-        """The loss of the step over all replicas and of each microbatch, the same on every rank."""
+        """Return the loss of the step over all replicas and of each microbatch, the same on every rank."""
         if not self._is_source:
             finished = self._finished_message(self._config.rank)
             self._add_own(finished, weights)
@@ -270,10 +272,6 @@ class StepCommit:
         if not self._message[0]:
             return None, None
         return float(self._message[1]), self._message[2:].clone()
-
-    def _receive(self, communicator: Communicator, message: Tensor, rank: int) -> Pending:
-        purpose = ControlMessage.LOSSES if rank == self._source else ControlMessage.FINISHED
-        return communicator.receive_host(message, rank, communicator.control_tag(purpose))
 
     def _send(self, message: Tensor, ranks: Sequence[int]) -> None:
         """Send to these ranks; they have received what was sent in the last step, because they finished it."""
@@ -305,15 +303,13 @@ class StepCommit:
         message, replication = self._message, self._config.replication
         has_loss = {self._source: bool(message[0])}
         for rank in sorted(self._with_sinks):
-            has_loss[rank] = bool(self._finished[rank][0])
-            message += self._finished[rank]
+            has_loss[rank] = bool(self._received[rank][0])
+            message += self._received[rank]
         if len(set(has_loss.values())) > 1:
-            given, missing = (
-                listed(r for r, has in has_loss.items() if has is which) for which in (True, False)
-            )
+            given, missing = ([r for r, has in has_loss.items() if has is which] for which in (True, False))
             raise PipelineError(
-                f"rank {given} has a loss, but rank {missing} has none, and has a stage that feeds no other: "
-                "give target= on the ranks of all such stages, or on none"
+                f"rank {listed(given)} has a loss, but rank {listed(missing)} has none, and has a stage that "
+                "feeds no other: give target= on the ranks of all such stages, or on none"
             )
         if message[0]:
             self.awaited = Wait(WaitKind.COLLECTIVE, "the losses of its replicas")

@@ -180,8 +180,8 @@ class LiveBytes:
     """Counts what the stages of a rank hold for their backwards after each action of its list.
 
     Counted are the same things as in the simulated memory (`penstock.cost.memory`): what each microbatch holds
-    of its forward (`StageMemory.held_bytes`), and receive buffers from the posted receive on. The largest bytes of
-    each stage become costs.
+    of its forward (`StageMemory.held_bytes`), and receive buffers from the posted receive on. The largest bytes
+    of each stage become costs.
     """
 
     def __init__(self, num_stages: int) -> None:

@@ -34,7 +34,7 @@ from penstock.ir.kinds import Kind
 from penstock.runtime.config import ExecutionConfig
 from penstock.runtime.data_parallel.gradient_norm import model_groups
 from penstock.runtime.failure.detector import FailureDetector
-from penstock.runtime.failure.links import Ended
+from penstock.runtime.failure.links import Listener
 from penstock.runtime.failure.monitor import FailureMonitor
 from penstock.runtime.failure.process_detector import connecting, detector_of_others, raise_if_ended
 from penstock.runtime.session.agreement import (
@@ -119,7 +119,7 @@ class _Unmet(NamedTuple):
         return "created with parameters that are not distributed"
 
 
-class PeerRecords:
+class PeerRecords(Listener):
     """The records of this process; a listener of its failure detector, if it has one."""
 
     def __init__(self, detector: FailureDetector | None) -> None:
@@ -236,12 +236,6 @@ class PeerRecords:
             self._answer(message, "closed" if is_closed else "")
         elif kind == "unmet" and self._rank in message["group"]:
             self._answer(message, self._note_unmet(message))
-
-    def on_end(self, ended: Ended) -> None:
-        """Do nothing: the failure detector knows the processes that ended."""
-
-    def on_beat(self) -> None:
-        """Do nothing: nothing depends on time."""
 
     def _note_unmet(self, message: dict[str, Any]) -> str:
         """Remember what another rank waited for; return the reason on this rank, if there is one."""

@@ -96,7 +96,6 @@ class StepInputBuilder:
             )
 
     def _check_count(self, args: tuple[Any, ...]) -> None:
-        """Raise if several sources do not get one positional argument each."""
         sources = self.config.schedule.graph.sources
         if len(sources) > 1 and len(args) != len(sources):
             raise BatchError(

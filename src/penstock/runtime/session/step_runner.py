@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -350,11 +351,12 @@ class StepRunner:
             self._record.raise_if_unpaired()
             self._config.replication.refresh()
             self._announce(connection, f"{mode}()", options)
-            if mode == "step" or self._evaluates_with_peers(connection, batch):
+            *_, target = batch
+            peers = connection.replica_peers
+            if mode == "step" or (peers and peers.has_collectives_in_eval(with_loss=target is not None)):
                 self._compare_with_peers(connection, f"{mode}()", options)
-            result = self._run_call(
-                connection, program, batch, scale, reduces=reduces, keep_outputs=keep_outputs
-            )
+            inputs = partial(self._input_builder.build, *batch, scale=scale, keep_outputs=keep_outputs)
+            result = self._run_call(connection, program, inputs, reduces=reduces)
         except BaseException as error:  # noqa: BLE001 -- the other ranks must know of every failure
             raise self._abort(error, connection, program)  # noqa: B904 -- it has its cause
         finally:
@@ -376,10 +378,8 @@ class StepRunner:
 
     def _announce(self, connection: Connection, name: str, options: Mapping[str, object]) -> None:
         """Tell the other ranks which call this rank makes; they compare it with theirs."""
-        profiled = self.recorder is not None
-        connection.calls.begin(
-            {"call": name, COMPLETED: self._completed, "inside profile()": profiled, **options}
-        )
+        call = {"call": name, COMPLETED: self._completed, "inside profile()": self.recorder is not None}
+        connection.calls.begin({**call, **options})
 
     def _compare_with_peers(self, connection: Connection, name: str, options: Mapping[str, object]) -> None:
         if connection.replica_peers is not None:
@@ -394,30 +394,17 @@ class StepRunner:
                 raise
             connection.waiting_for = None
 
-    def _evaluates_with_peers(self, connection: Connection, batch: tuple[Any, ...]) -> bool:
-        *_, target = batch
-        peers = connection.replica_peers
-        return peers is not None and peers.has_collectives_in_eval(with_loss=target is not None)
-
     def _run_call(
-        self,
-        connection: Connection,
-        program: Program,
-        batch: tuple[Any, ...],
-        scale: float,
-        *,
-        reduces: bool,
-        keep_outputs: bool,
+        self, connection: Connection, program: Program, build: Callable[..., StepInputs], *, reduces: bool
     ) -> StepResult:
-        """Everything that can fail; the last of it is to wait until all ranks have come so far."""
+        """Do everything that can fail; the last of it is to wait until all ranks have come so far."""
         connection.waiting_for = _collective("its replicas") if self._config.replication.count > 1 else None
-        training = program is connection.programs["step"]
-        inputs = self._input_builder.build(*batch, scale=scale, training=training, keep_outputs=keep_outputs)
+        inputs = build(training=program is connection.programs["step"])
         for stage in connection.stages.values():
             stage.begin(inputs)
         connection.commit.begin()
         self._run_program(connection, program, inputs, reduces=reduces)
-        outputs = self._merged_outputs(connection.sinks) if keep_outputs else None
+        outputs = self._merged_outputs(connection.sinks) if inputs.keep_outputs else None
         connection.waiting_for = _collective("the times of the other ranks")
         timeline = None if self.recorder is None else self.recorder.gathered(connection, program)
         connection.waiting_for = Wait(WaitKind.CALL, "the call of another rank")
@@ -429,7 +416,7 @@ class StepRunner:
     def begin_collective(
         self, name: str, options: Mapping[str, object] | None = None, *, with_replica_peers: bool = True
     ) -> Connection:
-        """The connection for a collective outside of steps; raises if the ranks make different calls."""
+        """Return the connection for a collective outside of steps; raise if the ranks make different calls."""
         connection = self.connect()
         try:
             self._record.raise_if_unpaired()
@@ -443,12 +430,12 @@ class StepRunner:
         return connection
 
     def _merged_outputs(self, sinks: Mapping[int, Stage]) -> Any:
-        """The output of the only sink, or of each of several by stage; None on other ranks."""
-        merged = {}
+        """Return the output of the only sink, or of each of several by stage; None on other ranks."""
+        microbatches, merged = range(self._config.schedule.microbatches), {}
         for index, sink in sinks.items():
-            outputs = [sink.outputs[microbatch] for microbatch in range(self._config.schedule.microbatches)]
-            sink.outputs.clear()
-            merged[index] = self._input_builder.batcher.merge_outputs(outputs)
+            merged[index] = self._input_builder.batcher.merge_outputs(
+                [sink.outputs.pop(i) for i in microbatches]
+            )
         if len(self._config.schedule.graph.sinks) > 1:
             return merged or None
         return next(iter(merged.values()), None)
@@ -477,7 +464,7 @@ class StepRunner:
         connection.waiting_for = None
 
     def _abort(self, error: BaseException, connection: Connection, program: Program) -> BaseException:
-        """Publish the failure and close the connection; gives the exception to raise.
+        """Publish the failure and close the connection; return the exception to raise.
 
         A Ctrl-C during a wait for a message is raised only after the wait, possibly while this runs.
         """
