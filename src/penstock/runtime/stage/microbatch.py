@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, increment_version
 
 from penstock.errors import BatchError, PipelineError
-from penstock.ir.action import Step
 from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
 from penstock.runtime.backward.deferral import DeferredGradients, LayerMode
@@ -66,7 +65,8 @@ def microbatches_with(kind: Kind, schedule: Schedule, stage: int) -> frozenset[i
 
 def sends_at_once(schedule: Schedule, stage: int) -> bool:
     """Return whether the send of its output follows each F of a stage, with only receives between."""
-    steps = [step for step in schedule.ranks[schedule.placement.stage_to_rank[stage]] if not _is_receive(step)]
+    steps = schedule.ranks[schedule.placement.stage_to_rank[stage]]
+    steps = tuple(step for step in steps if not step.parts[0].kind.is_receive)
     for step, after in zip(steps, [*steps[1:], None]):
         (forward, *overlapped) = step.parts
         if forward.kind is not Kind.F or forward.stage != stage:
@@ -77,10 +77,6 @@ def sends_at_once(schedule: Schedule, stage: int) -> bool:
         if (send.stage, send.microbatch) != (stage, forward.microbatch):
             return False
     return True
-
-
-def _is_receive(step: Step) -> bool:
-    return step.parts[0].kind.is_receive
 
 
 LossFunction: TypeAlias = Callable[..., Tensor]
@@ -181,7 +177,7 @@ class StepInputs:
     """The same of the target, on the rank of the last stage."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class MicrobatchState:
     """What a stage keeps of a microbatch from its forward to the end of its backward.
 
