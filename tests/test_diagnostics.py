@@ -121,5 +121,4 @@ def test_a_resolution_that_hangs_is_abandoned(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_extras_are_those_of_the_package() -> None:
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
-    assert set(diagnostics.EXTRAS) == set(diagnostics.PURPOSES)
     assert set(diagnostics.EXTRAS) == set(project["project"]["optional-dependencies"]) - {"dev", "docs"}

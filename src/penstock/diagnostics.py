@@ -13,6 +13,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Literal, TypeVar
@@ -26,21 +28,15 @@ Verdict = Literal["ok", "warn", "fail"]
 T = TypeVar("T")
 
 EXTRAS = {
-    "torch": ("torch", "safetensors"),
-    "view": ("PIL",),
-    "search": ("numba", "ortools"),
-    "serve": ("starlette", "uvicorn"),
+    "torch": ("training", "torch", "safetensors"),
+    "view": ("PNG pictures", "PIL"),
+    "search": ("fast and exact search", "numba", "ortools"),
+    "serve": ("the playground", "starlette", "uvicorn"),
 }
-"""The modules that each extra installs."""
-PURPOSES = {
-    "torch": "training",
-    "view": "PNG pictures",
-    "search": "fast and exact search",
-    "serve": "the playground",
-}
+"""What each extra is for, and the modules that it installs."""
 
 TORCH_TIMEOUT_SECONDS = 120
-GLOO_ADVICE = (
+_GLOO_ADVICE = (
     "gloo needs a resolvable host name or an interface: see the names above, or set GLOO_SOCKET_IFNAME=lo"
 )
 RESOLUTION_TIMEOUT_SECONDS = 5.0
@@ -71,17 +67,11 @@ def core_checks(version: str) -> list[Check]:
 def extra_checks() -> list[Check]:
     """Which extras are installed; a missing extra is a warning, because some commands need it."""
     found = []
-    for extra, modules in EXTRAS.items():
-        missing = [name for name in modules if not _is_installed(name)]
-        found.append(
-            Check(
-                f"extra {extra}",
-                "warn" if missing else "ok",
-                f"{', '.join(missing)} not installed; for {PURPOSES[extra]}: {install_command(extra)}"
-                if missing
-                else f"installed ({', '.join(modules)})",
-            )
-        )
+    for extra, (purpose, *modules) in EXTRAS.items():
+        message = f"installed ({', '.join(modules)})"
+        if missing := [name for name in modules if not _is_installed(name)]:
+            message = f"{', '.join(missing)} not installed; for {purpose}: {install_command(extra)}"
+        found.append(Check(f"extra {extra}", "warn" if missing else "ok", message))
     return found
 
 
@@ -143,9 +133,8 @@ def _free_ports(count: int = 16) -> Check:
             for _ in range(count):
                 sockets.enter_context(socket.socket()).bind(("127.0.0.1", 0))
         except OSError as error:
-            return Check(
-                "ports", "fail", f"no free TCP port on 127.0.0.1 ({error.strerror}): ranks need free ports"
-            )
+            none = f"no free TCP port on 127.0.0.1 ({error.strerror})"
+            return Check("ports", "fail", f"{none}: ranks need free ports")
     return Check("ports", "ok", f"{count} free TCP ports found on 127.0.0.1")
 
 
@@ -199,21 +188,18 @@ def _resolution(name: str, what: str, resolve: Callable[[], str], advice: str) -
 
 def _with_timeout(seconds: float, function: Callable[[], T]) -> T | None:
     """The result of the function, or None after the timeout; its thread cannot be cancelled and runs on."""
-    results: list[T] = []
-    errors: list[OSError] = []
+    future: Future[T] = Future()
 
     def call() -> None:
         try:
-            results.append(function())
+            future.set_result(function())
         except OSError as error:
-            errors.append(error)
+            future.set_exception(error)
 
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    return results[0] if results else None
+    threading.Thread(target=call, daemon=True).start()
+    with contextlib.suppress(TimeoutError, FutureTimeoutError):  # one class since Python 3.11
+        return future.result(seconds)
+    return None
 
 
 def torch_checks(seconds: int = TORCH_TIMEOUT_SECONDS) -> list[Check]:
@@ -234,9 +220,8 @@ def torch_checks(seconds: int = TORCH_TIMEOUT_SECONDS) -> list[Check]:
     checks = [Check(**json.loads(line)) for line in outputs[0][0].splitlines() if line.startswith("{")]
     if not any(check.name == "exchange" for check in checks):
         reason = next((error for _, error in outputs if error), f"they did not end within {seconds} s")
-        checks.append(
-            Check("exchange", "fail", f"two processes could not exchange a tensor: {reason}; {GLOO_ADVICE}")
-        )
+        failure = f"two processes could not exchange a tensor: {reason}; {_GLOO_ADVICE}"
+        checks.append(Check("exchange", "fail", failure))
     return checks
 
 

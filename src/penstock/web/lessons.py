@@ -75,21 +75,13 @@ def lesson_catalogue(_: object = None) -> dict[str, Any]:
     """The lessons as the page shows them; explanations come with the verdict."""
     return {
         "lessons": [
-            {
-                "key": each.key,
-                "title": each.title,
-                "goal": each.goal,
+            {key: value for key, value in vars(each).items() if key != "explanation"}
+            | {
                 "steps": [row.split() for row in each.steps],
-                "stage_to_rank": each.stage_to_rank,
                 "microbatches": each.start.microbatches,
-                "kinds": each.kinds,
-                "moves": each.moves,
-                "par": each.par,
-                "hints": each.hints,
                 "costs": each.costs.to_keys(),
                 "time_unit": each.costs.units.time_name,
                 "memory_unit": each.costs.units.memory_name,
-                "memory_limit": each.memory_limit,
             }
             for each in lessons().values()
         ]
@@ -100,8 +92,7 @@ def judge(document: object) -> dict[str, Any]:
     """The verdict on an attempt: `{"lesson": key, "steps": [[text, ...], ...]}`."""
     lesson, schedule = _attempt(document)
     verdict = _verdict(lesson, schedule)
-    solved = verdict["solved"]
-    return {**verdict, "par": lesson.par, "explanation": lesson.explanation if solved else None}
+    return {**verdict, "par": lesson.par, "explanation": lesson.explanation if verdict["solved"] else None}
 
 
 def _attempt(document: object) -> tuple[Lesson, Schedule]:
@@ -126,7 +117,8 @@ def _attempt(document: object) -> tuple[Lesson, Schedule]:
 def _verdict(lesson: Lesson, schedule: Schedule) -> dict[str, Any]:
     """Whether it is solved, in a sentence, and the makespan and peak memory of a valid attempt."""
     failed = {"solved": False, "makespan": None, "peak_memory": None}
-    if other := _other_kinds(lesson, schedule):
+    used = {str(step.kind) for row in schedule.ranks for step in row}
+    if other := sorted(used - set(lesson.kinds)):
         return failed | {"message": f"This lesson uses {listed(lesson.kinds)} only: remove {listed(other)}."}
     if violations := validate(schedule):
         return failed | {"message": f"Not valid yet: {violations[0].message}."}
@@ -141,8 +133,3 @@ def _verdict(lesson: Lesson, schedule: Schedule) -> dict[str, Any]:
         longer = f"{units.time(makespan)}: {units.time(makespan - lesson.par)} above par."
         return found | {"solved": False, "message": longer}
     return found | {"solved": True, "message": f"{units.time(makespan)}: par, and no order is faster."}
-
-
-def _other_kinds(lesson: Lesson, schedule: Schedule) -> list[str]:
-    used = {str(step.kind) for row in schedule.ranks for step in row}
-    return sorted(used - set(lesson.kinds))
