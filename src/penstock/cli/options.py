@@ -112,6 +112,14 @@ ScheduleSource: TypeAlias = Annotated[
         autocompletion=completing(families),
     ),
 ]
+ScheduleSources: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="NAME|FILE...",
+        help="Families, or .csv or .json files.",
+        autocompletion=completing(families),
+    ),
+]
 Ranks: TypeAlias = Annotated[int | None, typer.Option("--ranks", "-p", help="Number of pipeline ranks.")]
 Microbatches: TypeAlias = Annotated[
     int | None, typer.Option("--microbatches", "-m", help="Number of microbatches.")

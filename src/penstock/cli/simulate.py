@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,8 +21,8 @@ from penstock.cli.options import (
     Lowering,
     Ranks,
     ScheduleSource,
+    ScheduleSources,
     SendModelOption,
-    completing,
     costs_from,
     schedule_from,
     schedules_from,
@@ -99,23 +98,15 @@ def simulate(
             quantiles = jitter_quantiles(simulated, known, jitter, **messages)
         show("finding the causes of idle time", 0.6)
         idle = gaps(timeline)
-        if as_json and not sys.stdout.isatty():  # on a terminal, the bar would be written into the output
-            _write_json(timeline, idle, quantiles, show)
-            return
-    if as_json:
-        _write_json(timeline, idle, quantiles, lambda _, __: None)
-    else:
-        _print(timeline, idle, quantiles)
+        record = simulation_record(timeline, idle, quantiles, streamed=True) if as_json else None
+        if record and not sys.stdout.isatty():  # on a terminal, the bar would be written into the output
 
+            def wrote(count: int) -> None:
+                if count % _SHOWN_EVERY == 0:
+                    show("writing", 0.7 + 0.3 * min(count / max(len(idle), 1), 1.0))
 
-def _write_json(
-    timeline: Timeline, idle: Gaps, quantiles: dict[str, float] | None, show: Callable[[str, float], None]
-) -> None:
-    def wrote(count: int) -> None:
-        if count % _SHOWN_EVERY == 0:
-            show("writing", 0.7 + 0.3 * min(count / max(len(idle), 1), 1.0))
-
-    write_json(simulation_record(timeline, idle, quantiles, streamed=True), wrote)
+            return write_json(record, wrote)
+    return write_json(record) if record else _print(timeline, idle, quantiles)
 
 
 def _print(timeline: Timeline, idle: Gaps, quantiles: dict[str, float] | None) -> None:
@@ -166,14 +157,7 @@ def _table(timeline: Timeline, idle: Gaps) -> Table:
 
 
 def compare(
-    schedules: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="NAME|FILE...",
-            help="Families or files; by default all families.",
-            autocompletion=completing(families),
-        ),
-    ] = None,
+    schedules: ScheduleSources = None,
     *,
     ranks: Ranks = None,
     microbatches: Annotated[
@@ -194,8 +178,9 @@ def compare(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Without --costs, all rows do the same work per microbatch: with v stages per rank, a stage costs 1/v of
-    the unit costs. Given costs are per stage, so more stages per rank are more work, and the table says so.
+    """Without names: all families. Without --costs, all rows do the same work per microbatch: with v
+    stages per rank, a stage costs 1/v of the unit costs. Given costs are per stage, so more stages per rank are
+    more work, and the table says so.
 
     Examples:
       penstock compare 1f1b zb-h1 zb-h2 -p 8 -m 24 --costs zb-h4096-p8-m24

@@ -8,7 +8,7 @@ import typer
 from rich.text import Text
 
 from penstock.arguments import printable
-from penstock.cli.options import AsJson, GraphSizes, completing, schedules_from
+from penstock.cli.options import AsJson, GraphSizes, ScheduleSources, schedules_from
 from penstock.cli.rendering import empty_table, print_json, print_table, progress_bar
 from penstock.families import families
 from penstock.ir.schedule import Schedule
@@ -25,14 +25,7 @@ def verify_grads(
             metavar="MODULE:FUNCTION", help="Returns model or stages, loss, inputs, target; as by python -m."
         ),
     ],
-    schedules: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="NAME|FILE...",
-            help="Families, or .csv or .json files.",
-            autocompletion=completing(families),
-        ),
-    ] = None,
+    schedules: ScheduleSources = None,
     *,
     every: Annotated[bool, typer.Option("--all", help="All families that have a backward.")] = False,
     sizes: GraphSizes,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from io import BytesIO
-from itertools import pairwise
+from itertools import islice, pairwise, product
 from math import isfinite
 from multiprocessing.connection import Connection
 from typing import Any
@@ -133,6 +133,11 @@ class DrawRequest:
         sizes = (schedule.num_ranks, schedule.num_stages)
         return costs_of_model(self.costs, *sizes, self.weights, divide=self.same_model)
 
+    def timeline(self, schedule: Schedule, costs: Costs | None = None, *, with_period: bool = True) -> Timeline:
+        """Return a schedule simulated at these costs, or at its own."""
+        own = costs or self.costs_for(schedule)
+        return simulate(schedule, own, send_model=self.send_model, with_period=with_period)
+
 
 _REQUEST_KEYS: dict[str, tuple[type, ...]] = {
     "schedules": (list,),
@@ -153,13 +158,15 @@ def parse_request(document: object, extra: Mapping[str, tuple[type, ...]] | None
     schedules = given["schedules"]
     if not 1 <= len(schedules) <= MAX_SCHEDULES or not all(isinstance(each, dict) for each in schedules):
         refuse(f"schedules: expected 1 to {MAX_SCHEDULES} objects (given {len(schedules)})")
-    limit, jitter = given.get("memory_limit"), given.get("jitter")
-    problems = []
-    if limit is not None and not 0 <= limit <= 1e18:
-        problems.append(f"memory_limit: it must be from 0 to 1e18 bytes (given {limit})")
-    if jitter is not None and not 0 <= jitter <= 1:
-        problems.append(f"jitter: it must be a share from 0 to 1 (given {jitter})")
-    refuse(*problems)
+    limits = {"memory_limit": (1e18, "from 0 to 1e18 bytes"), "jitter": (1, "a share from 0 to 1")}
+    numbers = {key: None if given.get(key) is None else float(given[key]) for key in limits}
+    refuse(
+        *(
+            f"{key}: it must be {limits[key][1]} (given {given[key]})"
+            for key, value in numbers.items()
+            if value is not None and not 0 <= value <= limits[key][0]
+        )
+    )
     return DrawRequest(
         schedules,
         parse_costs(given.get("costs") or {}),
@@ -167,9 +174,8 @@ def parse_request(document: object, extra: Mapping[str, tuple[type, ...]] | None
         bool(given.get("same_model")),
         SendModel.of(given.get("send_model") or "buffered"),
         lowered=bool(given.get("lowered")),
-        memory_limit=None if limit is None else float(limit),
-        jitter=None if jitter is None else float(jitter),
         extra={key: given.get(key) for key in more},
+        **numbers,
     )
 
 
@@ -255,13 +261,6 @@ def _within_limits(schedule: Schedule) -> Schedule:
 # Answers about schedules under one cost model: the timelines to draw, and the row of each in the table.
 
 
-def timeline_of(request: DrawRequest, index: int) -> Timeline:
-    """One simulated schedule of a request, with its period."""
-    schedule = request.schedule(index)
-    costs = request.costs_for(schedule)
-    return simulate(schedule, costs, send_model=request.send_model, with_period=True)
-
-
 def row_of(timeline: Timeline, memory_limit: float | None) -> dict[str, Any]:
     """Return the row of `compare`, the reason for its bound, and whether it fits."""
     return comparison_record(timeline) | {
@@ -304,19 +303,14 @@ def units(document: object) -> dict[str, Any]:
 
 
 def _entry(request: DrawRequest, index: int, change: WhatIf | None) -> tuple[dict[str, Any], Timeline]:
-    timeline = timeline_of(request, index)
-    before = None
+    timeline, limit, before = request.timeline(request.schedule(index)), request.memory_limit, None
     if change is not None:
-        before = row_of(timeline, request.memory_limit)
+        before = row_of(timeline, limit)
         changed = change.schedule(request, index, timeline.schedule)
         units = timeline.costs.units
-        costs = replace(
-            change.costs(request.costs_for(changed), changed),
-            time_unit=units.time_name,
-            memory_unit=units.memory_name,
-        )
-        timeline = simulate(changed, costs, send_model=request.send_model, with_period=True)
-    limit = request.memory_limit if change is None else change.memory(request.memory_limit)
+        named: Any = {"time_unit": units.time_name, "memory_unit": units.memory_name}
+        costs = replace(change.costs(request.costs_for(changed), changed), **named)
+        timeline, limit = request.timeline(changed, costs), change.memory(limit)
     entry = {
         "row": row_of(timeline, limit),
         "before": before,
@@ -507,7 +501,7 @@ def _sources_of(family: Family, ranks: int, microbatches: int) -> Iterator[dict[
 def _point(request: DrawRequest, source: dict[str, Any]) -> dict[str, Any]:
     one = replace(request, schedules=[source])
     schedule = one.schedule(0)
-    timeline = simulate(schedule, one.costs_for(schedule), send_model=one.send_model)
+    timeline = one.timeline(schedule, with_period=False)
     return {
         "schedule": source,
         "name": f"{schedule.name}, recompute" if "recompute" in source else schedule.name,
@@ -576,7 +570,7 @@ def export(document: object) -> dict[str, Any]:
     if wanted == "lines":
         return _lines(request, request.extra["layers"])
     if wanted in _PICTURES:
-        timelines = [timeline_of(request, index) for index in range(len(request.schedules))]
+        timelines = [request.timeline(request.schedule(index)) for index in range(len(request.schedules))]
         name = _file_name(timelines[0].schedule, "trace.json" if wanted == "trace" else wanted)
         return {"file": name, "type": _PICTURES[wanted], "base64": _base64(render(wanted, timelines))}
     if wanted in _FILES:
@@ -677,7 +671,8 @@ def ready_steps(schedule: Schedule, costs: Costs, *, split: bool | None = None) 
     """
     if schedule.num_steps > _MAX_READY:
         return []
-    backwards = _backwards(schedule) if split is None else ("I" if split else "B",)
+    used = [kind.value for kind in (Kind.B, Kind.I) if schedule.table.has(kind)] or ["B", "I"]
+    backwards = used if split is None else ["I" if split else "B"]
     timeline = lay_out(schedule, costs).timeline
     ends = {
         (part.kind.value, part.stage, part.microbatch or 0): event.end
@@ -708,27 +703,18 @@ def _message_seconds(schedule: Schedule, costs: Costs) -> dict[tuple[int, int], 
     return found
 
 
-def _backwards(schedule: Schedule) -> tuple[str, ...]:
-    """The kinds that begin a backward in this schedule."""
-    used = [kind.value for kind in (Kind.B, Kind.I) if schedule.table.has(kind)]
-    return tuple(used) or ("B", "I")
-
-
 def _next_steps(
-    schedule: Schedule, ends: dict[tuple[str, int, int], float], backwards: tuple[str, ...]
+    schedule: Schedule, ends: Mapping[tuple[str, int, int], float], backwards: Sequence[str]
 ) -> Iterator[tuple[str, int, int, list[tuple[str, int, int]]]]:
     """Of each stage and kind, the first microbatch that is missing, if what it needs is there."""
-    kinds = ("F", *backwards, *(("W",) if "I" in backwards else ()))
-    for stage in range(schedule.num_stages):
-        for kind in kinds:
-            done = {"B": "I"}.get(kind, kind)
-            for k in range(schedule.microbatches):
-                if (done, stage, k) in ends:
-                    continue
-                wanted = [(name, other, k) for name, other in _needs(schedule.graph, Kind(kind), stage)]
-                if all(need in ends for need in wanted):
-                    yield kind, stage, k, wanted
-                break
+    kinds = ["F", *backwards, *("W" * ("I" in backwards))]
+    for stage, kind in product(range(schedule.num_stages), kinds):
+        done = "I" if kind == "B" else kind
+        missing = (k for k in range(schedule.microbatches) if (done, stage, k) not in ends)
+        for k in islice(missing, 1):
+            wanted = [(name, other, k) for name, other in _needs(schedule.graph, Kind(kind), stage)]
+            if all(need in ends for need in wanted):
+                yield kind, stage, k, wanted
 
 
 def _needs(graph: StageGraph, kind: Kind, stage: int) -> list[tuple[str, int]]:
@@ -767,7 +753,7 @@ def edit(document: object) -> dict[str, Any]:
 
 def _drawing(request: DrawRequest, schedule: Schedule, costs: Costs, *, valid: bool) -> dict[str, Any]:
     if valid:
-        timeline = simulate(schedule, costs, send_model=request.send_model, with_period=True)
+        timeline = request.timeline(schedule, costs)
         return {"data": page_data([timeline]), "row": row_of(timeline, request.memory_limit), "blocked": []}
     found = lay_out(schedule, costs)
     return {
@@ -785,7 +771,7 @@ def stamp(document: object) -> dict[str, Any]:
     order of time.
     """
     request = parse_request(document, {"microbatch": (int,), "interval": (int, float)})
-    timeline = timeline_of(request, 0)
+    timeline = request.timeline(request.schedule(0))
     chosen, interval = request.extra["microbatch"] or 0, request.extra["interval"] or 0
     schedule = timeline.schedule
     if not 0 <= chosen < schedule.microbatches or not 0 < interval <= 1e18:
