@@ -460,7 +460,13 @@ def _rank_record(diagnosis: Diagnosis, rank: int) -> dict[str, Any]:
         "state": state.mode,
         **_fields(state, "step_number", "position"),
         "action": state.action or None,
-        "waits_for": wait and {"rank": wait.for_rank, **_fields(wait, "message", "counterpart", "peer")},
+        "waits_for": wait
+        and {
+            "message": str(wait.message),
+            "rank": wait.for_rank,
+            "counterpart": str(wait.counterpart),
+            "peer": wait.peer,
+        },
         "waiting_for": None if state.waiting_for is None else asdict(state.waiting_for),
         "error": state.error or None,
         "process": state.process or None,

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from penstock.arguments import listed, plural, some
 from penstock.errors import ActionError, FormatError, Parameter, ScheduleError
@@ -25,6 +25,7 @@ from penstock.ir.schedule import Schedule
 from penstock.traces.diagnose.flight_recorder import (
     FlightRecord,
     PickleRefusedError,
+    PipelineEvidence,
     align_records,
     is_flight_record,
     load_flight_record,
@@ -46,10 +47,10 @@ class Wait:
     """A rank that waits for a message."""
 
     rank: int
-    message: str
+    message: Action
     """Its SEND or RECV."""
     for_rank: int
-    counterpart: str
+    counterpart: Action
     """The SEND or RECV of the other rank."""
     position: int
     """The place of the counterpart in the other rank's list; -1 if unknown."""
@@ -58,16 +59,13 @@ class Wait:
     @property
     def is_receive(self) -> bool:
         """Whether it waits to receive."""
-        return "RECV" in self.message
+        return not self.message.kind.is_send
 
 
-def find_waits(states: Mapping[int, RankState], schedule: Schedule) -> dict[int, Wait]:
-    """The wait of each rank that waits for a message of the schedule."""
-    found = {}
-    for rank, state in states.items():
-        if state.awaits and (wait := _wait(state, states, schedule)) is not None:
-            found[rank] = wait
-    return found
+def _find_waits(states: Mapping[int, RankState], schedule: Schedule) -> dict[int, Wait]:
+    """Return the wait of each rank that waits for a message of the schedule."""
+    found = {rank: _wait(state, states, schedule) for rank, state in states.items() if state.awaits}
+    return {rank: wait for rank, wait in found.items() if wait is not None}
 
 
 def _wait(state: RankState, states: Mapping[int, RankState], schedule: Schedule) -> Wait | None:
@@ -83,18 +81,16 @@ def _wait(state: RankState, states: Mapping[int, RankState], schedule: Schedule)
     peer = hosts[message.other_end]
     counterpart = Action(message.kind.peer, message.other_end, message.microbatch, message.stage)
     where, position = _where(state, states.get(peer), counterpart)
-    return Wait(state.rank, state.awaits, peer, str(counterpart), position, where)
+    return Wait(state.rank, message, peer, counterpart, position, where)
 
 
 def _where(state: RankState, peer: RankState | None, counterpart: Action) -> tuple[Peer, int]:
     if peer is None:
         return "missing", -1
-    actions = [part for step in peer.schedule.ranks[peer.rank] for part in step.parts]
-    if counterpart not in actions:
-        return "not in its list", -1
-    position = next(
-        number for number, step in enumerate(peer.schedule.ranks[peer.rank]) if counterpart in step.parts
-    )
+    own = enumerate(peer.schedule.ranks[peer.rank])
+    position = next((number for number, action in own if counterpart in action.parts), -1)
+    if position < 0:
+        return "not in its list", position
     calls_behind = state.call_number - peer.call_number
     if calls_behind > 0 or (calls_behind == 0 and peer.mode == "connecting"):
         return "behind", position
@@ -108,14 +104,7 @@ def _where(state: RankState, peer: RankState | None, counterpart: Action) -> tup
 # Which ranks run another schedule: the schedule in each rank's state, compared with the one that was meant.
 
 
-class ScheduleDifference(NamedTuple):
-    """How the schedule of a rank differs: `another-schedule`, or `skipped-send` if only sends are missing."""
-
-    kind: str
-    message: str
-
-
-def reference_of(states: Sequence[RankState], given: Schedule | None) -> tuple[Schedule, list[str]]:
+def _reference(states: Sequence[RankState], given: Schedule | None) -> tuple[Schedule, list[str]]:
     """The schedule that the ranks are compared with: that of most ranks, the given one if they run it."""
     counts = Counter(state.schedule for state in states if state.mode != "eval") or Counter(
         state.schedule for state in states
@@ -138,20 +127,21 @@ def reference_of(states: Sequence[RankState], given: Schedule | None) -> tuple[S
     return ranked[0], [text]
 
 
-def difference_of(state: RankState, reference: Schedule) -> ScheduleDifference | None:
-    """How the schedule of a rank differs from the one that is meant; None if it does not."""
+def _difference(state: RankState, reference: Schedule) -> Finding | None:
+    """How the schedule of a rank differs from the one that is meant: at all, or only by sends it has not."""
     if _is_same(state.schedule, reference) or state.mode == "eval":
         return None
     sizes = [_sizes(schedule) for schedule in (state.schedule, reference)]
     if sizes[0] != sizes[1]:
-        return ScheduleDifference("another-schedule", f"it has {sizes[0]}, the others {sizes[1]}")
+        return Finding("another-schedule", (state.rank,), f"it has {sizes[0]}, the others {sizes[1]}")
     expected = _like(reference, state.schedule)
-    own, meant = (list(map(str, each.ranks[state.rank])) for each in (state.schedule, expected))
+    own, meant = (list(each.ranks[state.rank]) for each in (state.schedule, expected))
     missing = Counter(meant) - Counter(own)
-    without = [step for step in meant if not missing[step]]
-    if missing and own == without and all("SEND" in step for step in missing):
-        return ScheduleDifference("skipped-send", f"its list has no {', '.join(missing)}")
-    return ScheduleDifference("another-schedule", _first_difference(state.schedule, expected, state.rank))
+    without = [action for action in meant if not missing[action]]
+    if missing and own == without and all(action.kind.is_send for action in missing):
+        return Finding("skipped-send", (state.rank,), f"its list has no {listed(missing)}")
+    text = _first_difference(state.schedule, expected, state.rank)
+    return Finding("another-schedule", (state.rank,), text)
 
 
 def _like(schedule: Schedule, other: Schedule) -> Schedule:
@@ -211,16 +201,6 @@ _OLD_SECONDS = 300
 
 
 @dataclass(frozen=True)
-class PipelineEvidence:
-    """What is known of the ranks of one pipeline."""
-
-    members: tuple[int, ...]
-    states: tuple[RankState, ...]
-    differences: Mapping[int, str]
-    """The ranks whose operations are not those of the schedule, where a flight record shows it."""
-
-
-@dataclass(frozen=True)
 class Evidence:
     """All pipelines of a folder, and sentences on what was left out."""
 
@@ -260,11 +240,7 @@ def read_evidence(folder: Path, schedule: Schedule | None) -> Evidence:
     if schedule is None:
         problem = f"{folder}: a flight record has no schedule: give the schedule of the run as "
         raise ScheduleError(problem, Parameter("schedule"))
-    aligned = align_records(records, schedule)
-    return Evidence(
-        tuple(PipelineEvidence(each.states[0].members, each.states, each.differences) for each in aligned),
-        tuple(notes),
-    )
+    return Evidence(tuple(align_records(records, schedule)), tuple(notes))
 
 
 def _read_file(path: Path, rank: int) -> RankState | FlightRecord:
@@ -302,7 +278,7 @@ def _pipelines(states: Sequence[RankState], notes: list[str]) -> tuple[PipelineE
     for state in sorted(kept, key=lambda state: (state.runs, state.written_at)):
         groups.setdefault(state.members, {})[state.rank] = state
     return tuple(
-        PipelineEvidence(members, tuple(by_rank[rank] for rank in sorted(by_rank)), {})
+        PipelineEvidence(members, tuple(by_rank[rank] for rank in sorted(by_rank)))
         for members, by_rank in sorted(groups.items())
     )
 
@@ -370,8 +346,8 @@ class Diagnosis:
 def diagnose(evidence: PipelineEvidence, given: Schedule | None = None) -> Diagnosis:
     """Find the culprit; `given` is the schedule that all ranks were meant to run."""
     states = {state.rank: state for state in evidence.states}
-    reference, notes = reference_of(evidence.states, given)
-    waits = find_waits(states, reference)
+    reference, notes = _reference(evidence.states, given)
+    waits = _find_waits(states, reference)
     findings = [*_exceptions(states), *_other_schedules(states, reference, evidence.differences)]
     findings += (network := _unreached(states, evidence.members))
     apart = {rank for finding in network for rank in finding.ranks}
@@ -398,10 +374,8 @@ def _other_schedules(
     states: Mapping[int, RankState], reference: Schedule, known: Mapping[int, str]
 ) -> list[Finding]:
     findings = [Finding("another-schedule", (rank,), text) for rank, text in known.items()]
-    for rank, state in states.items():
-        if rank not in known and (difference := difference_of(state, reference)) is not None:
-            findings.append(Finding(difference.kind, (rank,), difference.message))
-    return findings
+    differences = (_difference(state, reference) for rank, state in states.items() if rank not in known)
+    return findings + [each for each in differences if each is not None]
 
 
 def _unreached(states: Mapping[int, RankState], members: Sequence[int]) -> list[Finding]:
@@ -505,11 +479,12 @@ def _shape_mismatch(wait: Wait, states: Mapping[int, RankState]) -> Finding | No
     peer = states.get(wait.for_rank)
     if peer is None or wait.peer not in ("there", "passed"):
         return None
-    mine, theirs = states[wait.rank].messages.get(wait.message), peer.messages.get(wait.counterpart)
+    mine = states[wait.rank].messages.get(str(wait.message))
+    theirs = peer.messages.get(str(wait.counterpart))
     if not mine or not theirs or mine == theirs:
         return None
     ends = {wait.message: (wait.rank, mine), wait.counterpart: (wait.for_rank, theirs)}
-    send, receive = sorted(ends, key=lambda action: "RECV" in action)
+    send, receive = sorted(ends, key=lambda action: not action.kind.is_send)
     sender, sent = ends[send]
     receiver, expected = ends[receive]
     odd = [
@@ -521,11 +496,11 @@ def _shape_mismatch(wait: Wait, states: Mapping[int, RankState]) -> Finding | No
     return Finding("shape-mismatch", tuple(odd) if len(odd) == 1 else tuple(sorted((sender, receiver))), text)
 
 
-def _usual(state: RankState, action: str) -> tuple[str, ...] | None:
+def _usual(state: RankState, action: Action) -> tuple[str, ...] | None:
     """The tensors of the other messages of this kind and stage, if there are some that all are alike."""
-    kind = next(kind.value for kind in Kind if kind.is_communication and kind.value in action)
-    prefix = action[: action.index(kind)] + kind
-    others = {tensors for name, tensors in state.messages.items() if name.startswith(prefix) and name != action}
+    prefix = f"{action.stage}{action.kind}"
+    messages = state.messages.items()
+    others = {tensors for name, tensors in messages if name.startswith(prefix) and name != str(action)}
     return next(iter(others)) if len(others) == 1 else None
 
 

@@ -7,7 +7,7 @@ import json
 import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -342,15 +342,17 @@ class _Fit:
 
 
 @dataclass(frozen=True)
-class AlignedRecords:
-    """The states of one pipeline's ranks; `differences` has those whose operations are not the schedule's."""
+class PipelineEvidence:
+    """What is known of the ranks of one pipeline."""
 
+    members: tuple[int, ...]
     states: tuple[RankState, ...]
-    differences: Mapping[int, str]
+    differences: Mapping[int, str] = field(default_factory=dict)
+    """The ranks whose operations are not in the schedule, where a flight record shows it."""
 
 
-def align_records(records: Sequence[FlightRecord], schedule: Schedule) -> list[AlignedRecords]:
-    """The states of the ranks of each pipeline that the records are of."""
+def align_records(records: Sequence[FlightRecord], schedule: Schedule) -> list[PipelineEvidence]:
+    """Return the states of the ranks of each pipeline that the records are of."""
     return [
         _aligned([record for record in records if record.world_rank in members], members, schedule)
         for members in _pipelines(records, schedule.num_ranks)
@@ -376,33 +378,22 @@ def _pipelines(records: Sequence[FlightRecord], size: int) -> list[tuple[int, ..
     return [tuple(sorted(ranks)) for ranks in connected]
 
 
-def _aligned(records: Sequence[FlightRecord], members: tuple[int, ...], schedule: Schedule) -> AlignedRecords:
+def _aligned(records: Sequence[FlightRecord], members: tuple[int, ...], schedule: Schedule) -> PipelineEvidence:
     """The states by the order of messages that fits best."""
-    best: tuple[int, Schedule, dict[int, _Fit]] | None = None
+    orders = []
     for order in message_orders(schedule):
-        fits = {
-            record.world_rank: _fit(record, _messages(order, members, members.index(record.world_rank)))
-            for record in records
-        }
-        score = sum(fit.matched for fit in fits.values())
-        if best is None or score > best[0]:
-            best = score, order, fits
-    assert best is not None, "every schedule has an order of messages"
-    _, order, fits = best
+        messages = [_messages(order, members, members.index(record.world_rank)) for record in records]
+        orders.append((order, messages, [_fit(*each) for each in zip(records, messages)]))
+    order, messages, fits = max(orders, key=lambda found: sum(fit.matched for fit in found[2]))
     states, differences = [], {}
-    for record in records:
-        messages = _messages(order, members, members.index(record.world_rank))
-        fit = fits[record.world_rank]
-        if not record.operations:
-            states.append(RankState(members, record.world_rank, order, runtime="flight recorder"))
-        elif _is_complete(fit, record, messages):
-            states.append(_state(record, messages, fit, members, order))
-        else:
-            states.append(RankState(members, record.world_rank, order, runtime="flight recorder"))
-            differences[members.index(record.world_rank)] = _difference(record, messages)
-    sources = {record.world_rank: record.source for record in records}
-    named = [replace(state, source=sources[state.world_rank]) for state in states]
-    return AlignedRecords(tuple(_same_steps(named, set(differences))), differences)
+    for record, own, fit in zip(records, messages, fits):
+        state = RankState(members, record.world_rank, order, runtime="flight recorder", source=record.source)
+        if record.operations and _is_complete(fit, record, own):
+            state = _located(state, record, own, fit)
+        elif record.operations:
+            differences[state.rank] = _difference(record, own)
+        states.append(state)
+    return PipelineEvidence(members, tuple(_same_steps(states, set(differences))), differences)
 
 
 def _messages(schedule: Schedule, members: tuple[int, ...], rank: int) -> list[_Message]:
@@ -470,13 +461,7 @@ def _difference(record: FlightRecord, messages: Sequence[_Message]) -> str:
     return f"{before} it issued a {found} in place of {expected.action}"
 
 
-def _state(
-    record: FlightRecord,
-    messages: Sequence[_Message],
-    fit: _Fit,
-    members: tuple[int, ...],
-    order: Schedule,
-) -> RankState:
+def _located(state: RankState, record: FlightRecord, messages: Sequence[_Message], fit: _Fit) -> RankState:
     """The state at the first pending operation, or after the last one if all are completed."""
     length = len(messages) * fit.tensors
     tail = record.operations[len(record.operations) - fit.matched :]
@@ -486,22 +471,18 @@ def _state(
     step = place // length if pending is not None else (place - 1) // length
     begin = step * length
     index = (place - begin) // fit.tensors
-    steps = len(order.ranks[members.index(record.world_rank)])
     if pending is None:
-        position = messages[index - 1].position + 1 if index < len(messages) else steps
+        position = messages[index - 1].position + 1 if index < len(messages) else len(state.steps)
         awaits = ""
     else:
         position, awaits = messages[index].position, str(messages[index].action)
     collective = Wait(WaitKind.COLLECTIVE, f"the collective {record.collective}") if record.collective else None
-    return RankState(
-        members,
-        record.world_rank,
-        order,
+    return replace(
+        state,
         position=position,
         awaits=awaits,
         waiting_for=None if awaits else collective,
         messages=_tensors_by_action(tail, first - begin, messages, fit),
-        runtime="flight recorder",
     )
 
 
