@@ -25,7 +25,7 @@ All of them are also `ValueError`s, because almost all are about an argument.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -193,7 +193,11 @@ class ScheduleError(PenstockError):
 
 
 class CostsError(PenstockError):
-    """Invalid costs, or costs that do not match the schedule."""
+    """Invalid costs, or costs that do not match the schedule; `problems` has one sentence per wrong cost."""
+
+    def __init__(self, *parts: str | Parameter | Message, problems: Mapping[str, str] | None = None) -> None:
+        super().__init__(*parts)
+        self.problems = dict(problems or {})
 
 
 class EstimateError(PenstockError):

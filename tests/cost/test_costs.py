@@ -226,3 +226,12 @@ def test_larger_microbatches_have_more_work_and_activations_but_the_same_weights
     )
     assert (larger.parameters, larger.latency, larger.unshard, larger.recompute) == (7, 8, 9, None)
     assert larger.units == costs.units
+
+
+def test_an_error_has_the_problem_of_each_cost() -> None:
+    with pytest.raises(CostsError) as caught:
+        Costs(forward=-1, latency=())
+    assert caught.value.problems == {
+        "forward": "it must be from 0 to 1e+18 (given -1)",
+        "latency": "the list is empty",
+    }

@@ -23,11 +23,10 @@ from penstock.cost.costs import Costs
 from penstock.cost.estimate import Estimate, ParallelConfig, active_parameters, parameters
 from penstock.cost.estimate import estimate as make_estimate
 from penstock.cost.estimate.devices import Device, device, devices
-from penstock.cost.estimate.estimate import LayerEstimate
+from penstock.cost.estimate.estimate import LayerEstimate, collective_seconds, operation_seconds
 from penstock.cost.estimate.model_config import ModelConfig, known_models, read_config
 from penstock.cost.estimate.operations import RECOMPUTATION, Passes
 from penstock.cost.estimate.parallel_config import ATTENTION, KERNELS, PRECISIONS
-from penstock.cost.estimate.roofline import collective_seconds, operation_seconds
 from penstock.cost.memory import fixed_bytes_of
 from penstock.cost.units import bytes_text, count_text, seconds_text
 from penstock.ir.placement import Placement
@@ -249,9 +248,7 @@ def _size_table(found: Estimate) -> Table:
         *("layer", "weights", "gradients", "optimizer", "saved", "message", "collectives F", "I", "W")
     )
     for kind, layer in found.by_kind.items():
-        moved = Passes()
-        for each in layer.operations.collectives:
-            moved = moved.plus(each.bytes)
+        moved = Passes.sum((Passes(), *(each.bytes for each in layer.operations.collectives)))
         held = layer.weights.parameters, layer.weights.gradients, layer.weights.optimizer_state
         table.add_row(kind, *map(_size, (*held, layer.operations.activation, layer.operations.message, *moved)))
     return table

@@ -15,12 +15,14 @@ In a file, JSON or TOML, the keys are the names below with the unit behind them:
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import cache
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeAlias
+
+import numpy as np
 
 from penstock.arguments import did_you_mean, listed, plural, printable
 from penstock.cost.units import Units
@@ -46,50 +48,8 @@ def times(value: Cost | None, factor: float) -> Cost | None:
     return tuple(x * factor for x in value) if isinstance(value, tuple) else value * factor
 
 
-# Checks of costs: each is a number, or a list of numbers, from 0 to the largest plausible one.
-
-
-_MAX_PLAUSIBLE = 1e18  # the largest plausible number of seconds or bytes
-
-
-def _shown(number: float) -> str:
-    # a whole number can have more digits than Python is willing to print
-    return printable(repr(number)) if abs(number) < _MAX_PLAUSIBLE or number != number else "more"  # noqa: PLR0124 -- nan
-
-
-def problem_of(value: object, *, many: bool, optional: bool) -> str | None:
-    """What is wrong with the value of a cost, in a sentence about "it"."""
-    if value is None and optional:
-        return None
-    if isinstance(value, tuple) and not (many and value):
-        return "it must be one number" if not many else "the list is empty"
-    for number in value if isinstance(value, tuple) else (value,):
-        if isinstance(number, bool) or not isinstance(number, int | float):
-            return (
-                f"it must be a number{' or a list of them' if many else ''} (given {printable(repr(number))})"
-            )
-        if not 0 <= number <= _MAX_PLAUSIBLE:
-            return f"it must be from 0 to {_MAX_PLAUSIBLE:g} (given {_shown(number)})"
-    return None
-
-
-def speed_problems(speeds: Mapping[str, Cost | None]) -> Iterator[str]:
-    """What is wrong with bandwidths that are given."""
-    for name, speed in speeds.items():
-        if speed is not None and min(as_tuple(speed)) <= 0:
-            yield f"{name}: it must be more than 0"
-
-
-def part_problems(activation: Cost, parts: Mapping[str, Cost | None]) -> Iterator[str]:
-    """What is wrong with parts of the activation, which cannot be larger than it."""
-    whole = as_tuple(activation)
-    for name, given in parts.items():
-        part = whole if given is None else as_tuple(given)
-        stages = max(len(part), len(whole))
-        both = (each * stages if len(each) == 1 else each for each in (part, whole))
-        if any(p > w for p, w in zip(*both)):
-            yield f"{name}: it cannot be more than activation"
-
+_MAX_PLAUSIBLE = 1e18
+"""The largest plausible number of seconds or bytes."""
 
 _DEFAULTS = {
     "backward": ("backward_input", "backward_weight"),
@@ -172,22 +132,38 @@ class Costs:
     """The file that they are from, for messages."""
 
     def __post_init__(self) -> None:
-        problems = list(self._wrong_units())
         for entry in _numeric(self):
-            value = getattr(self, entry.name)
-            if isinstance(value, list):
+            if isinstance(value := getattr(self, entry.name), list):
                 object.__setattr__(self, entry.name, tuple(value))
-            many, optional = entry.metadata["per"] != "step", entry.default is None
-            if problem := problem_of(getattr(self, entry.name), many=many, optional=optional):
-                problems.append(f"{entry.name}: {problem}")
-        if not problems and not 0 <= self.overlap_factor <= 1:
-            problems.append(f"overlap_factor: it must be from 0 to 1 (given {self.overlap_factor})")
-        if not problems:
-            speeds = {name: getattr(self, name) for name in ("bandwidth", "host_bandwidth")}
-            parts = {name: getattr(self, name) for name in _ACTIVATION_PARTS}
-            problems = [*speed_problems(speeds), *part_problems(self.activation, parts)]
-        if problems:
-            raise CostsError("; ".join(problems))
+        if problems := self._wrong_values() or dict(self._wrong_sizes()):
+            text = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
+            raise CostsError(text, problems=problems)
+
+    def _wrong_values(self) -> dict[str, str]:
+        """Return the names of values of a wrong kind, each with the problem in a sentence about "it"."""
+        found = {
+            name: f"it must be {' or '.join(allowed)} (given {printable(repr(value))})"
+            for name, allowed in _UNITS.items()
+            if (value := getattr(self, name)) is not None and value not in allowed
+        }
+        for entry in _numeric(self):
+            if problem := _problem_of(getattr(self, entry.name), entry):
+                found[entry.name] = problem
+        return found
+
+    def _wrong_sizes(self) -> Iterator[tuple[str, str]]:
+        """Yield the names of numbers out of their range, each with the problem."""
+        if not 0 <= self.overlap_factor <= 1:
+            yield "overlap_factor", f"it must be from 0 to 1 (given {self.overlap_factor})"
+        for name in ("bandwidth", "host_bandwidth"):
+            if (speed := getattr(self, name)) is not None and min(as_tuple(speed)) <= 0:
+                yield name, "it must be more than 0"
+        whole = np.array(self.activation)
+        for name in _ACTIVATION_PARTS:
+            part = np.array(getattr(self, name), dtype=np.float64)  # nan if not given
+            is_comparable = 1 in (part.size, whole.size) or part.size == whole.size
+            if is_comparable and (part > whole).any():
+                yield name, "it cannot be more than activation"
 
     def __repr__(self) -> str:
         return f"Costs({', '.join(f'{name}={value!r}' for name, value in self._given().items())})"
@@ -195,11 +171,6 @@ class Costs:
     def _given(self) -> dict[str, Any]:
         """What does not have its default."""
         return {f.name: v for f in fields(self) if f.repr and (v := getattr(self, f.name)) != f.default}
-
-    def _wrong_units(self) -> Iterator[str]:
-        for name, allowed in _UNITS.items():
-            if (value := getattr(self, name)) is not None and value not in allowed:
-                yield f"{name}: it must be {' or '.join(allowed)} (given {printable(repr(value))})"
 
     @property
     def units(self) -> Units:
@@ -307,9 +278,7 @@ class Costs:
         try:
             costs = cls(**given)
         except CostsError as error:
-            for problem in str(error).split("; "):
-                name, _, rest = problem.partition(": ")
-                problems.append(f"{_key_of(name)}: {rest}")
+            problems += [f"{_key_of(name)}: {problem}" for name, problem in error.problems.items()]
         if problems:
             raise FormatError(source, problems)
         return replace(costs._named(given), source="" if source == _NO_FILE else source)
@@ -339,6 +308,23 @@ class Costs:
         """To a `.json` or `.toml` file, atomically."""
         path = Path(path)
         write_text(self.dumps(require_extension(path, ".json", ".toml")), path)
+
+
+def _problem_of(value: object, entry: Field[Any]) -> str | None:
+    many = entry.metadata["per"] != "step"
+    if value is None and entry.default is None:
+        return None
+    if isinstance(value, tuple) and not (many and value):
+        return "the list is empty" if many else "it must be one number"
+    for number in value if isinstance(value, tuple) else (value,):
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            kind = f"a number{' or a list of them' if many else ''}"
+            return f"it must be {kind} (given {printable(repr(number))})"
+        if not 0 <= number <= _MAX_PLAUSIBLE:
+            # a whole number can have more digits than Python is willing to print
+            given = "more" if abs(number) >= _MAX_PLAUSIBLE else repr(number)
+            return f"it must be from 0 to {_MAX_PLAUSIBLE:g} (given {given})"
+    return None
 
 
 def _numeric(costs: Costs) -> Iterator[Field[Any]]:

@@ -209,9 +209,6 @@ def _changes(time: Floats, slot: Ints, line: MemoryLine, change: Floats, late: B
 
 
 def _joined(changes: Sequence[_Changes]) -> _Changes:
-    if not changes:
-        nothing, none = np.empty(0), np.empty(0, dtype=np.int64)
-        return _Changes(nothing, none, none.astype(np.int8), nothing, none.astype(np.bool_))
     names = ("time", "slot", "line", "change", "late")
     return _Changes(*(np.concatenate([getattr(each, name) for each in changes]) for name in names))
 

@@ -12,10 +12,9 @@ from typing import Any
 from penstock.arguments import plural
 from penstock.cost.costs import Costs, as_tuple
 from penstock.cost.estimate.devices import Device
-from penstock.cost.estimate.estimate import Estimate
+from penstock.cost.estimate.estimate import Estimate, link_of
 from penstock.cost.estimate.model_config import ModelConfig
 from penstock.cost.estimate.operations import Passes
-from penstock.cost.estimate.roofline import link_of
 from penstock.errors import EstimateError, Parameter, PlanError
 from penstock.ir.placement import Placement
 from penstock.planning.layer_space import candidate_partitions
@@ -97,9 +96,7 @@ def fitted_device(found: Estimate, measured: Costs, counts: Sequence[int]) -> De
             *(Parameter("ranks"), " x ", Parameter("stages_per_rank"), f", as it was measured): {error}"),
             parameter="fit",
         ) from None
-    own = Passes()
-    for layer in found.layers:
-        own = own.plus(layer.seconds.compute)
+    own = Passes.sum(layer.seconds.compute for layer in found.layers)
     forward, *gradients = passes
     if _is_whole(measured, stages):
         factor = whole / (own.input_gradient + own.weight_gradient)

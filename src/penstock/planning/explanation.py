@@ -11,8 +11,7 @@ from typing import Any
 from penstock.arguments import plural
 from penstock.cost.costs import Costs
 from penstock.cost.estimate.devices import Device
-from penstock.cost.estimate.estimate import estimate
-from penstock.cost.estimate.roofline import operation_seconds
+from penstock.cost.estimate.estimate import estimate, operation_seconds
 from penstock.cost.memory import live_activations
 from penstock.cost.prices import ALL_TO_ALL
 from penstock.cost.units import bytes_text, seconds_text

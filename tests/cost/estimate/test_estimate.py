@@ -10,9 +10,9 @@ import pytest
 
 from penstock.cost.costs import Costs
 from penstock.cost.estimate import ParallelConfig, device, devices, estimate
+from penstock.cost.estimate.estimate import link_of, operation_seconds
 from penstock.cost.estimate.layers import parameters
 from penstock.cost.estimate.operations import Operation, Passes
-from penstock.cost.estimate.roofline import link_of, operation_seconds
 from penstock.errors import EstimateError, FormatError
 from tests.support.model_configs import config
 
@@ -110,7 +110,7 @@ def test_full_recomputation_adds_a_forward_to_the_input_gradient() -> None:
         for each in ("none", "full")
     )
     assert full.recomputed == none.compute.forward
-    assert full.compute == none.compute.plus(Passes(0, none.compute.forward, 0))
+    assert full.compute == Passes.sum((none.compute, Passes(0, none.compute.forward, 0)))
 
 
 def test_context_parallel_ranks_hide_keys_and_values_behind_attention() -> None:

@@ -76,21 +76,15 @@ def _known() -> dict[str, Device]:
 def device(name: str) -> Device:
     """A known device by its name in any case, or the one that a `.toml` or `.json` file describes."""
     if Path(name).suffix.lower() in (".toml", ".json"):
-        return read_device(name)
+        return _device(read_keys(name), Path(name).stem, name)
     found = _known().get(name.lower())
     if found is None:
-        known = ", ".join(_known())
-        did = did_you_mean(name, _known()) or ";"
+        meant = did_you_mean(name, _known()) or ";"
         raise EstimateError(
-            f"no device is called {printable(name)!r}{did} known are {known}, or a .toml file with the keys of "
-            "one of these"
+            f"no device is called {printable(name)!r}{meant} known are {', '.join(_known())}, or a .toml file "
+            "with the keys of one of these"
         )
     return found
-
-
-def read_device(path: str) -> Device:
-    """The device that a file describes: its keys are those of one entry of `devices.toml`."""
-    return _device(read_keys(path), Path(path).stem, path)
 
 
 def _device(keys: object, name: str, source: str) -> Device:

@@ -189,8 +189,12 @@ class _Layers:
         ]
 
     def _attention_collectives(self) -> list[Collective]:
-        """Return those of tensor parallelism, and keys and values that context parallel ranks pass in a ring."""
-        found, c, shape = self._gather_and_scatter("attention"), self.parallel.context_parallel, self.config.attention
+        """Return those of tensor parallelism, and the ring of keys and values of context parallelism."""
+        found, c, shape = (
+            self._gather_and_scatter("attention"),
+            self.parallel.context_parallel,
+            self.config.attention,
+        )
         if c > 1:
             size = self._heads(shape.kv_heads) * (shape.head_size + shape.value_size)
             part = self.parallel.value_bytes * self.tokens * size * (c - 1)
@@ -242,7 +246,12 @@ class _Layers:
         forward. Unfused attention computes and saves the whole square: as Megatron's formula counts it, softmax
         and dropout of a·s·s·b entries take 5 bytes each.
         """
-        shape, e, tokens, s = self.config.attention, self.parallel.value_bytes, self.tokens, self.parallel.sequence
+        shape, e, tokens, s = (
+            self.config.attention,
+            self.parallel.value_bytes,
+            self.tokens,
+            self.parallel.sequence,
+        )
         is_latent = shape.kv_rank is not None
         heads = self._heads(shape.heads)
         kv_heads = heads if is_latent else self._heads(shape.kv_heads)

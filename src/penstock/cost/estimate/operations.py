@@ -33,12 +33,13 @@ class Passes(NamedTuple):
         """Of all three."""
         return sum(self)
 
-    def plus(self, other: Passes) -> Passes:
-        """The sums."""
-        return Passes(*(a + b for a, b in zip(self, other)))
+    @staticmethod
+    def sum(every: Iterable[Passes]) -> Passes:
+        """Return the sum over each pass."""
+        return Passes(*map(sum, zip(*every)))
 
     def times(self, factor: float) -> Passes:
-        """The products."""
+        """Return each number times a factor."""
         return Passes(*(factor * each for each in self))
 
 
@@ -102,26 +103,22 @@ class LayerOperations:
     """Bytes of its output, which a rank sends to the next stage."""
     recompute: str = "none"
 
-    def _repeats(self, operation: Operation) -> bool:
-        return _level(operation.repeated_at) <= _level(self.recompute)
-
-    @property
-    def flops(self) -> Passes:
-        """FLOPs of the operations that are run, recomputation included in the input gradient."""
-        return _sum(self._with_recomputation(each, each.flops) for each in self.operations)
+    @cached_property
+    def repeated(self) -> tuple[Operation, ...]:
+        """Operations whose forward is repeated in the backward."""
+        level = _level(self.recompute)
+        return tuple(each for each in self.operations if _level(each.repeated_at) <= level)
 
     @cached_property
     def model_flops(self) -> Passes:
         """FLOPs without recomputation."""
-        return _sum(each.flops for each in self.operations)
-
-    def _with_recomputation(self, operation: Operation, passes: Passes) -> Passes:
-        return passes.plus(Passes(0, passes.forward, 0)) if self._repeats(operation) else passes
+        return Passes.sum(each.flops for each in self.operations)
 
     @property
-    def repeated(self) -> tuple[Operation, ...]:
-        """Operations whose forward is repeated in the backward."""
-        return tuple(each for each in self.operations if self._repeats(each))
+    def flops(self) -> Passes:
+        """FLOPs of the operations that are run, recomputation included in the input gradient."""
+        again = sum(each.flops.forward for each in self.repeated)
+        return Passes.sum((self.model_flops, Passes(0, again, 0)))
 
     def weights(self, *, expert: bool) -> float:
         """Number of weights on this rank: those of experts, or the others."""
@@ -142,15 +139,11 @@ class LayerOperations:
         return sum(each.bytes for each in self.saved)
 
     @cached_property
-    def whole_activation(self) -> float:
-        """The same without any recomputation: what exists at once while the layer's backward runs."""
-        return sum(saved.bytes for operation in self.operations for saved in operation.saved)
-
-    @cached_property
     def working(self) -> float:
         """Bytes besides while the layer's backward runs: what is recomputed, and the two largest gradients."""
+        whole = sum(saved.bytes for operation in self.operations for saved in operation.saved)
         gradients = sorted(each.output_gradient for each in self.operations)[-2:]
-        return max(0.0, self.whole_activation - self.activation) + sum(gradients)
+        return max(0.0, whole - self.activation) + sum(gradients)
 
     @cached_property
     def kept_for_weight(self) -> float:
@@ -166,10 +159,3 @@ class LayerOperations:
 
 def _level(name: str) -> int:
     return RECOMPUTATION.index(name)
-
-
-def _sum(every: Iterable[Passes]) -> Passes:
-    total = Passes()
-    for each in every:
-        total = total.plus(each)
-    return total
