@@ -298,9 +298,6 @@ class Workload:
         return max(limit - fixed_bytes_of(self.costs, own, self.placement.num_stages), 0.0)
 
 
-# Bound: a number of seconds that no order of the work can beat, and why.
-
-
 @dataclass(frozen=True, order=True)
 class Bound:
     """No order of the work can take less than `seconds`."""

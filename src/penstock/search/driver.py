@@ -174,9 +174,6 @@ class _Search(ABC):
         )
 
 
-# The search of one placement: its problem, its bound, its best orders, and how they are improved.
-
-
 _KEPT = 12
 _TASKS = 4
 """Concurrent annealing runs; the same number on every machine, so that a seed fixes the result."""
@@ -567,9 +564,6 @@ class _OrderSearch(_Search):
                 schedule, value = search.problem.schedule_of(candidate.order, "searched")
                 found.append(_FoundSchedule(value, candidate.found_by, schedule))
         return found
-
-
-# Orders that memory policies are for: families, the serial order, and problems for the compiled kernel.
 
 
 def _relaxed_workload(problem: Problem, fit: FitMemory) -> Workload:

@@ -304,9 +304,6 @@ class _Model:
         return span
 
 
-# The solver.
-
-
 @dataclass(frozen=True)
 class ExactResult:
     """An order, if the solver found one, and a lower bound on the objective."""

@@ -96,9 +96,6 @@ def message_arrays(graph: StageGraph, placement: Placement, costs: Costs) -> Mes
     )
 
 
-# Arrays of a problem and of an order that was run.
-
-
 class ProblemArrays(NamedTuple):
     """The work, its costs and its limits."""
 
@@ -155,9 +152,6 @@ def empty_state(arrays: ProblemArrays) -> RunState:
     return RunState(np.zeros(size), np.zeros(size), np.zeros(size, np.int64), np.zeros(size), arrivals)
 
 
-# Durations of the steps of an order, given which of them are one step: B of I and W, pairs of F and I or B.
-
-
 @compiled
 def set_durations(arrays: ProblemArrays, order: Ints, state: RunState, positions: Ints) -> Floats:
     """Set the duration of every step from `positions` on; returns the remaining seconds of work per rank.
@@ -193,9 +187,6 @@ def set_durations(arrays: ProblemArrays, order: Ints, state: RunState, positions
             state.durations[i] = duration
             remaining[rank] += duration
     return remaining
-
-
-# Runs of an order.
 
 
 @compiled

@@ -171,8 +171,6 @@ def _paired(row: list[int]) -> list[int]:
     return found
 
 
-# The problem.
-
 _TOKEN_KIND = {Kind.F: FORWARD, Kind.I: INPUT_GRAD, Kind.B: INPUT_GRAD, Kind.W: WEIGHT_GRAD}
 _TOKENS = np.array([_TOKEN_KIND.get(kind, -1) for kind in sorted(Kind, key=lambda kind: kind.number)])
 """The same by the number of a kind."""

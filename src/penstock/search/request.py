@@ -183,9 +183,6 @@ def require_memory(placements: list[Placement], costs: Costs, limit: float | Non
         )
 
 
-# The result, the progress and the budget.
-
-
 def gap_of(value: float, bound: float) -> float:
     """The excess of a value over its lower bound, as a share of the bound; 0 proves it optimal."""
     if not bound:
@@ -297,9 +294,6 @@ class SearchResult(Displayed):
         found += [{"schedule": name, "value": value, "peak_memory": None} for name, value in fitting]
         large = self.too_large.items()
         return found + [{"schedule": name, "value": None, "peak_memory": size} for name, size in large]
-
-
-# Budget and jitter.
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,6 @@ from penstock.ir.kinds import Kind
 from penstock.ir.messages import VALUES
 from penstock.simulation.timeline import Event, Message, Timeline
 
-# Gaps: the times in which a rank computes nothing, each with its reason, as columns.
-
-
 _ROUNDING = 1e-12
 _CHUNK = 20_000  # gaps whose texts are made together
 REASONS = (
@@ -245,9 +242,6 @@ def _blocking_message(timeline: Timeline, slot: int) -> int:
             return int(timeline.message_of_slot[i])
         i -= 1
     return -1
-
-
-# Attribution: the critical path, and the reason for every gap.
 
 
 def critical_path(timeline: Timeline) -> tuple[Event, ...]:

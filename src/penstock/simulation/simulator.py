@@ -335,9 +335,6 @@ class Network:
         return RunTimes(begun, end[slots], times[0], times[1], free)
 
 
-# The simulator.
-
-
 _WARM_UP, _MEASURED = 4, 4  # iterations before, and in, the mean that is the period
 
 
@@ -417,21 +414,15 @@ class Simulator:
             raise invalid_schedule_error(schedule, violations)
         return cls(schedule, costs or Costs(), send_model, blocking_receives=blocking_receives)
 
-    def run(
-        self,
-        starts: Sequence[float] | None = None,
-        durations: Sequence[float] | Floats | None = None,
-        stream_free: Floats | None = None,
-    ) -> RunTimes:
-        """One iteration of `executed`, from these clocks of the ranks on, with these durations of the steps.
+    def run(self, starts: Sequence[float] | None = None, stream_free: Floats | None = None) -> RunTimes:
+        """One iteration of `executed`, from these clocks of the ranks on.
 
         `stream_free` comes from the iteration before: its last messages may still occupy their streams.
         """
         starts = [0] * self.executed.num_ranks if starts is None else starts
-        durations = self.durations if durations is None else durations
         if self._network is not None:
-            return self._network.run(starts, np.asarray(durations, dtype=np.float64), stream_free)
-        ends = run_dataflow(self.executed.table, self._inputs, durations, starts).ends
+            return self._network.run(starts, self.durations, stream_free)
+        ends = run_dataflow(self.executed.table, self._inputs, self.durations, starts).ends
         return RunTimes(self._starts(ends, starts), ends)
 
     def makespans(self, durations: Floats) -> Floats:

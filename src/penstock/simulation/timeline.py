@@ -202,11 +202,10 @@ class Timeline(Displayed):
         begin, arrival = self._transfers()
         return {
             "kind": messages.is_gradient[number],
-            "stage": messages.stage[number],
-            "microbatch": messages.microbatch[number],
-            "edge": messages.edge[number],
-            "source": messages.source[number],
-            "target": messages.target[number],
+            **{
+                name: getattr(messages, name)[number]
+                for name in ("stage", "microbatch", "edge", "source", "target")
+            },
             "producer": producer,
             "consumer": consumer,
             "sent": sent,
