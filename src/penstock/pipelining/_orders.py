@@ -25,7 +25,7 @@ from penstock.simulation.timeline import Timeline
 from penstock.validation import SendModel, invalid_schedule_error, validate
 from penstock.view.perfetto import trace
 
-_STEP_SECONDS = 1e-6  # the duration of a step of a dry run in a trace
+_SLOT_SECONDS = 1e-6  # the duration of a time slot of a dry run in a trace
 _UNFINISHED = ("missing-forward", "missing-backward", "missing-weight-gradient", "missing-reduce-grad")
 
 ActionList: TypeAlias = list[theirs._Action | None]
@@ -54,22 +54,22 @@ class _Action(theirs._Action):
             raise RuntimeError(f"Invalid action string: {error}") from None
 
 
-def action_of(step: Step) -> _Action:
-    """A step as torch's action; an overlapped pair has stage -1."""
-    if isinstance(step, Overlap):
-        return _Action(-1, theirs.OVERLAP_F_B, None, tuple(map(action_of, step.parts)))
-    return _Action(step.stage, theirs._ComputationType(step.kind.value), step.microbatch)
+def action_of(action: Step) -> _Action:
+    """Return an action as torch's action; a pair has stage -1."""
+    if isinstance(action, Overlap):
+        return _Action(-1, theirs.OVERLAP_F_B, None, tuple(map(action_of, action.parts)))
+    return _Action(action.stage, theirs._ComputationType(action.kind.value), action.microbatch)
 
 
-def step_of(action: theirs._Action) -> Step:
-    """Torch's action as a step of ours."""
+def own_action_of(action: theirs._Action) -> Step:
+    """Return torch's action as an action of ours."""
     if action.sub_actions is not None or action.stage_index < 0:
         return parse_action(str(action))
     return Action(Kind(action.computation_type.value), action.stage_index, action.microbatch_index)
 
 
 def order_of(schedule: Schedule) -> ActionLists:
-    """A schedule as torch's order; `UnhandledKindError` for kinds that torch does not have."""
+    """Return a schedule as torch's order; raise `UnhandledKindError` for kinds that torch does not have."""
     known = {kind.value for kind in theirs._ComputationType}
     schedule.table.require_handled([kind for kind in Kind if kind.value in known], "pipelining")
     return {rank: list(map(action_of, row)) for rank, row in enumerate(schedule.ranks)}
@@ -78,17 +78,17 @@ def order_of(schedule: Schedule) -> ActionLists:
 def schedule_of(
     order: Order, placement: Placement | None = None, microbatches: int | None = None, name: str = "custom"
 ) -> Schedule:
-    """The schedule of an order without its idle slots; missing arguments are inferred."""
-    rows = [[step_of(action) for action in order[rank] if action is not None] for rank in sorted(order)]
+    """Return the schedule of an order without its idle slots; missing arguments are inferred."""
+    rows = [[own_action_of(action) for action in order[rank] if action is not None] for rank in sorted(order)]
     return Schedule(rows, placement, microbatches, name)
 
 
 def schedule_on(order: Order, stage_to_rank: Callable[[int], int], num_stages: int | None = None) -> Schedule:
-    """The schedule of an order with stages mapped to ranks; the number of stages is inferred by default."""
+    """Return the schedule of an order with stages mapped to ranks; by default their number is inferred."""
     parts = [part for row in order.values() for part in _parts(row)]
     stages = num_stages or 1 + max((part.stage_index for part in parts), default=0)
-    hosts = Placement(tuple(stage_to_rank(stage) for stage in range(stages)))
-    return schedule_of(order, hosts, 1 + max((part.microbatch_index or 0 for part in parts), default=0))
+    placement = Placement(tuple(map(stage_to_rank, range(stages))))
+    return schedule_of(order, placement, 1 + max((part.microbatch_index or 0 for part in parts), default=0))
 
 
 def _parts(row: Actions) -> list[theirs._Action]:
@@ -96,12 +96,12 @@ def _parts(row: Actions) -> list[theirs._Action]:
 
 
 def single_rank_schedule(actions: Actions) -> Schedule:
-    """The schedule of one rank's actions alone."""
+    """Return the schedule of one rank's actions alone."""
     return schedule_on({0: actions}, lambda _: 0)
 
 
 def read_csv(filename: str) -> Order:
-    """The order in a CSV file."""
+    """Return the order in a CSV file."""
     text = Path(filename).read_text(encoding="utf-8-sig")
     return order_of(reads(text, "csv", source=str(filename), name=Path(filename).stem))
 
@@ -118,7 +118,7 @@ def as_torch_errors() -> Iterator[None]:
 def checked_schedule(
     order: Order, ranks: int, stages: int, microbatches: int, name: str = "custom"
 ) -> Schedule:
-    """The schedule of an order, validated for these numbers of ranks, stages and microbatches."""
+    """Return the schedule of an order, validated for these numbers of ranks, stages and microbatches."""
     errors = []
     if sorted(order) != list(range(ranks)):
         present = ", ".join(map(str, sorted(order))) or "none"
@@ -184,10 +184,10 @@ def _validate_schedule(
 def _simulate_comms_compute(
     pipeline_order: Order, stage_to_rank: Callable[[int], int], num_stages: int
 ) -> ActionLists:
-    """The step at which each action runs if every action takes one step, with None where a rank waits.
+    """Return the actions by time slot if every action takes one, with None where a rank waits.
 
-    A message is received in the step in which it is sent, or later. Without messages, a value is available in
-    the step after the one that computes it.
+    A message is received in the slot in which it is sent, or later. Without messages, a value is available in
+    the slot after the one that computes it.
     """
     schedule = schedule_on(pipeline_order, stage_to_rank, num_stages)
     if errors := [each for each in validate(schedule, SendModel.BUFFERED) if each.code not in _UNFINISHED]:
@@ -205,14 +205,14 @@ def _simulate_comms_compute(
     ends, spaced = iter(done.ends), {}
     for rank, row in order_of(schedule).items():
         when = {int(end) - 1: action for action, end in zip(row, ends)}
-        spaced[rank] = [when.get(step) for step in range(max(when, default=-1) + 1)]
+        spaced[rank] = [when.get(slot) for slot in range(max(when, default=-1) + 1)]
     return spaced
 
 
 def _dump_chrometrace(schedule: Order, filename: str) -> None:
-    """Write a dry run as a trace for Perfetto: each action at its step, messages as arrows."""
+    """Write a dry run as a trace for Perfetto: each action at its time slot, messages as arrows."""
     whole, costs = schedule_of(schedule), Costs()
-    places = [step for rank in sorted(schedule) for step, a in enumerate(schedule[rank]) if a is not None]
-    begin = np.array(places, dtype=np.float64) * _STEP_SECONDS
-    timeline = Timeline(whole, costs, begin, begin + _STEP_SECONDS)
+    slots = [slot for rank in sorted(schedule) for slot, a in enumerate(schedule[rank]) if a is not None]
+    begin = np.array(slots, dtype=np.float64) * _SLOT_SECONDS
+    timeline = Timeline(whole, costs, begin, begin + _SLOT_SECONDS)
     write_text(trace([timeline]), Path(filename))

@@ -336,7 +336,7 @@ class Runner:
         return function
 
     def _call_method(self, action: _Action, context: _PipelineContext) -> None:
-        """Call the stage's method for an action with the arguments that torch gives."""
+        """Call the stage's method for an action with the arguments that torch passes."""
         owner: Value = context.schedule_ref
         stage, kind = self._stages[action.stage_index], action.computation_type
         k, every = action.microbatch_index, owner._n_microbatches

@@ -44,7 +44,7 @@ def get_schedule_ops(
     with_comms: bool = False,  # noqa: FBT001, FBT002
     defer_pp_recv: bool = False,  # noqa: FBT001, FBT002
 ) -> list[ActionList]:
-    """The actions of each rank; with None where a rank is idle, or with communication."""
+    """Return the actions of each rank; with None where a rank is idle, or with communication."""
     if add_spacing and with_comms:
         raise ValueError("add_spacing and with_comms exclude each other: spacing needs compute actions only")
     schedule_class = _schedule_class(schedule)

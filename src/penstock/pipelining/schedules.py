@@ -373,7 +373,7 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti, theirs._PipelineScheduleRu
         self._prepare_schedule_with_comms(order, format)
 
     def _simulate(self) -> ActionLists:
-        """The step at which each action runs if every action takes one step."""
+        """Return the actions by time slot if every action takes one."""
         mapping = self.stage_index_to_group_rank
         order = self.pipeline_order_with_comms
         return _simulate_comms_compute(order, mapping.__getitem__, self._num_stages)
@@ -495,7 +495,7 @@ class ScheduleDualPipeV(_FamilySchedule):
 
 
 def get_schedule_class(schedule_name: str) -> type[_PipelineSchedule]:
-    """The class of this name, case-insensitive."""
+    """Return the class of this name, case-insensitive."""
     classes = {name.removeprefix("Schedule"): globals()[name] for name in __all__ if name[0] in "PS"}
     for name, found in classes.items():
         if name.lower() == schedule_name.lower():

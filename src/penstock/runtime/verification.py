@@ -327,7 +327,7 @@ class _Reference:
             )
 
     def error(self, step: int, name: str, tensor: Tensor | None) -> float:
-        """The error of a gradient of a step, or of a parameter after all steps."""
+        """Return the error of a gradient of a step, or of a parameter after all steps."""
         expected = self.tensors[step].get(name)
         if tensor is None or expected is None:
             return 0.0 if tensor is expected else inf
@@ -459,7 +459,7 @@ class _UserModel:
         return {sink: values[sink] for sink in self.graph.sinks}
 
     def stages(self, graph: StageGraph) -> dict[int, nn.Module]:
-        """The stages of a pipeline."""
+        """Return the stages of a pipeline."""
         if isinstance(self.model, nn.Module):
             if not graph.is_chain:
                 raise PipelineError(
@@ -484,7 +484,7 @@ class _UserModel:
         return nn.ModuleDict({"model": model} | self._loss_modules(*self.losses))
 
     def named(self, stage: int, module: nn.Module) -> nn.ModuleDict:
-        """A stage and its loss with the names that they have in `modules`."""
+        """Return a stage and its loss with the names that they have in `modules`."""
         model = module if isinstance(self.model, nn.Module) else nn.ModuleDict({str(stage): module})
         return nn.ModuleDict({"model": model} | self._loss_modules(stage))
 

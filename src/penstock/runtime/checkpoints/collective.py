@@ -144,5 +144,5 @@ class Collective:
 
 
 def some(names: Sequence[object]) -> str:
-    """The first names, and the number of the others."""
+    """Join the first names, and append the number of the others."""
     return arguments.some(names, _SHOWN)

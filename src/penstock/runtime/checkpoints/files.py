@@ -1,4 +1,4 @@
-"""The files of a checkpoint: those of torch.distributed.checkpoint, with a checked index and checksums.
+"""The files of a checkpoint: written by torch.distributed.checkpoint, with a checked index and checksums.
 
     __0_0.distcp ...    data files: a line that identifies the file, then a zip archive of torch for each tensor
     .metadata           the index: what is stored where, and the checksums of all data files

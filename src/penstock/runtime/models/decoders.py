@@ -193,7 +193,7 @@ class Decoder:
         }
 
     def stages(self, layout: PipelineLayout) -> dict[int, nn.Module]:
-        """The stages by number."""
+        """Return the stages by number."""
         register_conv1d()
         return {number: self._stage(stage) for number, stage in enumerate(layout)}
 

@@ -8,7 +8,7 @@
     stage 2                                 layers.3    head
 
 The stages hold the modules of the model under their old names, so that the `state_dict()`s of all stages
-together are that of the model.
+together are the `state_dict()` of the model.
 """
 
 from __future__ import annotations

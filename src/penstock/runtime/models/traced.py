@@ -133,7 +133,7 @@ class _TracedModel:
         return [node for node in self._nodes if node in used]
 
     def stages(self) -> dict[int, nn.Module]:
-        """The stages, each with their common graph."""
+        """Return the stages, each with their common graph."""
         edges = [(source, target) for target, taken in enumerate(self._taken) for source in taken]
         graph = StageGraph(self._last + 1, tuple(edges))
         self._check_mutations()
