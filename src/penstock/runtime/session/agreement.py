@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, TypeAlias
 
 import torch
@@ -235,14 +235,13 @@ class StepCommit:
         self.awaited = None
         if (communicator := self._communicator) is None:
             return
-        received, purpose = {self._source: self._message}, ControlMessage.LOSSES
+        self._received = {self._source: self._message}
         if self._is_source:
-            received, purpose = (
-                {rank: self._finished_message(rank) for rank in self._others},
-                ControlMessage.FINISHED,
-            )
-        self._received, tag = received, communicator.control_tag(purpose)
-        self._pending = {rank: communicator.receive_host(each, rank, tag) for rank, each in received.items()}
+            self._received = {rank: self._finished_message(rank) for rank in self._others}
+        tag = communicator.control_tag(ControlMessage.FINISHED if self._is_source else ControlMessage.LOSSES)
+        self._pending = {
+            rank: communicator.receive_host(message, rank, tag) for rank, message in self._received.items()
+        }
 
     def _empty(self) -> Tensor:
         """Whether there is a loss, the loss of the step, the losses of the microbatches."""
@@ -257,11 +256,13 @@ class StepCommit:
             finished = self._finished_message(self._config.rank)
             self._add_own(finished, weights)
             self._send(finished, [self._source])
-            self._wait_for(Wait(WaitKind.RECEIVE, "the losses", self._source))
+            with self._waiting(Wait(WaitKind.RECEIVE, "the losses", self._source)):
+                wait(self._pending.pop(self._source))
         else:
             self._add_own(self._message, weights)
             for rank in list(self._pending):
-                self._wait_for(Wait(WaitKind.COMMIT, "the end of the step", rank))
+                with self._waiting(Wait(WaitKind.COMMIT, "the end of the step", rank)):
+                    wait(self._pending.pop(rank))
             self._add_others()
             self._wait_for_tensor_parallel_ranks()
             if self.abort_requested:
@@ -280,10 +281,11 @@ class StepCommit:
             tag = communicator.control_tag(purpose)
             self._sent = [communicator.send_host(message, rank, tag) for rank in ranks]
 
-    def _wait_for(self, awaited: Wait) -> None:
+    @contextmanager
+    def _waiting(self, awaited: Wait) -> Iterator[None]:
+        """Say what this rank waits for, also after the wait has failed."""
         self.awaited = awaited
-        assert awaited.peer is not None, "it waits for one rank"
-        wait(self._pending.pop(awaited.peer))
+        yield
         self.awaited = None
 
     def _add_own(self, message: Tensor, weights: Sequence[float]) -> None:
@@ -312,20 +314,18 @@ class StepCommit:
                 "feeds no other: give target= on the ranks of all such stages, or on none"
             )
         if message[0]:
-            self.awaited = Wait(WaitKind.COLLECTIVE, "the losses of its replicas")
-            message[1] = replication.total(message[1], self._config.device)
-            self.awaited = None
+            with self._waiting(Wait(WaitKind.COLLECTIVE, "the losses of its replicas")):
+                message[1] = replication.total(message[1], self._config.device)
 
     def _wait_for_tensor_parallel_ranks(self) -> None:
         """Wait until the pipelines of the tensor-parallel ranks have finished the step too."""
         if self._tensor_groups:
-            self.awaited = Wait(WaitKind.COLLECTIVE, "the end of the step on its tensor-parallel ranks")
             token = torch.zeros(1, device=self._config.device)
-            for group in self._tensor_groups:
-                with transport_errors():
+            awaited = Wait(WaitKind.COLLECTIVE, "the end of the step on its tensor-parallel ranks")
+            with self._waiting(awaited), transport_errors():
+                for group in self._tensor_groups:
                     dist.all_reduce(token, group=group)
-            token.cpu()  # on a device, the host has not waited yet
-            self.awaited = None
+                token.cpu()  # on a device, the host has not waited yet
 
     def abandon(self) -> None:
         """Release pending messages, which keep the connections open."""

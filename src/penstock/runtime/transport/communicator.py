@@ -131,16 +131,19 @@ class Rendezvous:
             time.sleep(_POLL_SECONDS)
 
     def _absent(self) -> str:
-        """Which ranks are missing, to be appended to an error."""
+        """Return which ranks are missing, to be appended to an error."""
+
+        def find() -> list[int]:
+            present = self.store(
+                "present", "find absent ranks"
+            )  # a thread may still wait on the other connection
+            return [rank for rank in range(len(self.members)) if not present.check([f"{rank}"])]
+
         try:
-            absent = call_within(_STORE_SECONDS, self._absent_ranks) if self.name else [0]  # which names it
+            absent = call_within(_STORE_SECONDS, find) if self.name else [0]  # which names it
         except (RuntimeError, TimeoutError):
             absent = []
         return "".join(f"; {rank_name(each, self.members[each])} has not connected" for each in absent)
-
-    def _absent_ranks(self) -> list[int]:
-        present = self.store("present", "find absent ranks")  # a thread may still wait on the other connection
-        return [rank for rank in range(len(self.members)) if not present.check([f"{rank}"])]
 
 
 # The process groups of one pipeline, connected before the first step.
