@@ -20,8 +20,7 @@ from penstock.display import Displayed
 from penstock.simulation.comparison import compare
 from penstock.view.marks import Area
 from penstock.view.notebook import MAX_STEPS
-from penstock.view.picture import SummaryScales, summary
-from penstock.view.scales import ROW
+from penstock.view.picture import ROW, SummaryScales, summary
 
 COSTS = Costs(forward=1, backward_input=1, backward_weight=1, activation=1)
 ONE_F = penstock.build("1f1b", ranks=2, microbatches=4)

@@ -15,8 +15,7 @@ import penstock
 from penstock import Costs, PenstockError, Placement, Schedule, Timeline
 from penstock.view.kinds import kinds_on, style_of
 from penstock.view.marks import PALEST, lightness, tint
-from penstock.view.picture import picture
-from penstock.view.scales import LEFT, WIDEST
+from penstock.view.picture import LEFT, WIDEST, picture
 from penstock.view.svg import svg
 from tests.support.timelines import COSTS, timeline
 

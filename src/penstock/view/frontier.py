@@ -15,8 +15,20 @@ from penstock.cost.units import Scale
 from penstock.ir.kinds import Kind
 from penstock.planning import Option, Plan
 from penstock.view.kinds import style_of
-from penstock.view.marks import GREY, PALE, Box, Group, Label, Line, Mark, Picture, Style, styles, text_width
-from penstock.view.scales import round_step
+from penstock.view.marks import (
+    GREY,
+    PALE,
+    Box,
+    Group,
+    Label,
+    Line,
+    Mark,
+    Picture,
+    Style,
+    round_step,
+    styles,
+    text_width,
+)
 from penstock.view.svg import svg_of
 
 # Plots the options of a plan by memory and time; Pareto-optimal ones have their number in the ranking.

@@ -24,9 +24,8 @@ from penstock.ir.encoding import Bools, Floats, Ints
 from penstock.ir.kinds import Kind
 from penstock.simulation.gaps import REASONS, Gaps, critical_path, gaps
 from penstock.simulation.timeline import Timeline
-from penstock.view.kinds import KIND_STYLES, cost_text, sizes_text, title_text
+from penstock.view.kinds import KIND_STYLES, NUMBER, STAGES, cost_text, sizes_text, title_text
 from penstock.view.marks import PALEST
-from penstock.view.scales import NUMBER, STAGES
 
 # A timeline as the JSON record that the page draws, in columns, which the browser parses fast.
 #
@@ -190,18 +189,7 @@ def _numbers(values: Floats) -> list[float]:
 
 
 _SCRIPTS = (
-    *(
-        "data.js",
-        "texts.js",
-        "view.js",
-        "colours.js",
-        "boxes.js",
-        "strips.js",
-        "memory.js",
-        "overlay.js",
-        "axis.js",
-    ),
-    *("card.js", "pointer.js", "legend.js", "svg_context.js", "export.js", "keys.js", "page.js"),
+    "data texts view colours boxes strips memory overlay axis card pointer legend svg_context export keys page"
 )
 """The body of the function that draws, in this order."""
 _START = 'drawTimelines(JSON.parse(document.getElementById("data").textContent), {});'
@@ -251,7 +239,7 @@ def drawing_script() -> str:
         "palest": PALEST,
         "words": {"stages": STAGES, "number": NUMBER},
     }
-    body = "\n".join(map(_asset, _SCRIPTS))
+    body = "\n".join(_asset(f"{name}.js") for name in _SCRIPTS.split())
     return f'function drawTimelines(data, host) {{\n"use strict";\nconst LOOK = {json.dumps(look)};\n{body}}}'
 
 

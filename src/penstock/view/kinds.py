@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from penstock.arguments import plural, printable, some
 from penstock.ir.kinds import Kind, handler_of
@@ -15,6 +15,8 @@ from penstock.simulation.timeline import Timeline
 
 Track = Literal["compute", "message", "collective", "offload", "reload"]
 
+TRACKS: tuple[Track, ...] = get_args(Track)
+"""From top to bottom."""
 HOST_TRACKS: tuple[Track, ...] = ("offload", "reload")
 """The two directions of the host link."""
 
@@ -65,12 +67,17 @@ def style_of(kind: Kind) -> KindStyle:
     return handler_of(KIND_STYLES, kind, "view.kinds")
 
 
-def kinds_on(track: Track) -> list[Kind]:
-    """The kinds of a track that have a colour, in the order of the legend."""
-    return [kind for kind, style in KIND_STYLES.items() if style.track == track and style.colour]
+def kinds_on(*tracks: Track) -> list[Kind]:
+    """Return the kinds of these tracks that have a colour, in the order of the legend."""
+    return [kind for kind, style in KIND_STYLES.items() if style.track in tracks and style.colour]
 
 
-# The words that all pictures share: the sizes of a schedule, and the title of a picture.
+# The words that all pictures share: entries of the legend, the sizes of a schedule, and the title of a picture.
+
+
+STAGES = "first to last stage of a rank"
+"""What the shades of a colour are."""
+NUMBER = "number in a box: microbatch"
 
 
 def sizes_text(schedule: Schedule) -> str:

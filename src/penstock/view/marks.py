@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import floor, log10
 from typing import NamedTuple, TypeAlias
 
 from penstock.ir.kinds import Kind
@@ -87,6 +88,12 @@ def text_width(text: str, size: float) -> float:
     return size * sum(widths)
 
 
+def round_step(least: float) -> float:
+    """The smallest 1, 2 or 5 times a power of ten that is at least this."""
+    power = 10.0 ** floor(log10(least))
+    return next(n * power for n in (1, 2, 5, 10) if n * power >= least)
+
+
 # The colours of SVG and PNG pictures, and the styles made of them.
 #
 # The colours are Okabe and Ito's, which colour-blind readers can distinguish. In greyscale they keep their
@@ -134,8 +141,7 @@ def styles(stages_per_rank: int) -> dict[str, Style]:
         "all-to-all": Style("#a3260f"),
         **{part: Style(colour) for part, colour in MEMORY.items()},
     }
-    marks = [kind for track in ("collective", *HOST_TRACKS) for kind in kinds_on(track)]
-    found |= {str(kind): Style(style_of(kind).colour) for kind in marks}
+    found |= {str(kind): Style(style_of(kind).colour) for kind in kinds_on("collective", *HOST_TRACKS)}
     for kind in kinds_on("compute"):
         colour = style_of(kind).colour
         border = _mix(colour, "#000000", 0.45)

@@ -31,11 +31,9 @@ from penstock.ir.action import Action, Step
 from penstock.ir.kinds import Kind
 from penstock.simulation.gaps import Gap, gaps
 from penstock.simulation.timeline import Event, Message, Timeline
-from penstock.view.kinds import style_of
+from penstock.view.kinds import TRACKS, style_of
 
 Entry: TypeAlias = dict[str, Any]
-
-_TRACK_ORDER = {"compute": 0, "message": 1, "collective": 2, "offload": 3, "reload": 4}
 
 
 @dataclass(slots=True)
@@ -235,9 +233,9 @@ def _assign_lanes(spans: Sequence[_Span]) -> None:
 
 def _thread_order(thread: str) -> tuple[int, int, str]:
     """Sort key of threads: compute, then peers by rank, then collectives and the host link."""
-    if thread in _TRACK_ORDER:
-        return _TRACK_ORDER[thread], 0, thread
-    return _TRACK_ORDER["message"], int(thread.rsplit(" ", 1)[1]), thread
+    if thread in TRACKS:
+        return TRACKS.index(thread), 0, thread
+    return TRACKS.index("message"), int(thread.rsplit(" ", 1)[1]), thread
 
 
 def _metadata(what: str, process: int, thread: int, **args: object) -> Entry:

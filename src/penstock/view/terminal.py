@@ -23,7 +23,7 @@ from penstock.ir.kinds import Kind
 from penstock.simulation.timeline import Timeline
 from penstock.view.grid import cell_text
 from penstock.view.kinds import style_of
-from penstock.view.scales import round_step
+from penstock.view.marks import round_step
 
 _MAX_LINES = 100
 """Lines of all panels together; beyond, steps have no names."""

@@ -18,6 +18,7 @@ from penstock.errors import ActionError, Message, Parameter, TraceError
 from penstock.ir.action import Action, Step, parse_action
 from penstock.ir.encoding import Ints
 from penstock.ir.kinds import Kind
+from penstock.view.kinds import TRACKS
 
 Event = dict[str, Any]
 Interval = tuple[int, int]
@@ -130,7 +131,7 @@ class _EventReader:
 
 
 _PROCESS = re.compile(r"(?:(?P<timeline>.*): )?rank (?P<rank>[0-9]{1,7})", re.DOTALL)
-_TRACKS = ("compute", "collective", "offload", "reload")
+_DRAWN = [track for track in TRACKS if track != "message"]
 _HOST = "one clock"
 
 
@@ -153,7 +154,7 @@ class PenstockTrace(_EventReader):
             self._problem(number, "it is not an object")
         elif event.get("ph") == "M" and event.get("name") == "process_name":
             self._add_process(event, number)
-        elif event.get("ph") == "X" and event.get("cat") in _TRACKS:
+        elif event.get("ph") == "X" and event.get("cat") in _DRAWN:
             self._add_action(event, number)
 
     def _add_process(self, event: Event, number: int) -> None:
