@@ -18,7 +18,7 @@ OTHERS = {
     "service.py": {"--group", "--costs", "--jitter"},  # words of the generated `penstock simulate`
     "diagnostics.py": {"--standalone", "--master-port"},  # torchrun
     "runtime/doctor.py": {"--nproc-per-node", "--distributed", "--rdzv-endpoint", "--master-addr", "--nnodes"},
-    "traces/megatron_timers.py": {"--timing-log-level", "--timing-log-option"},  # Megatron-LM
+    "traces/read/megatron_timers.py": {"--timing-log-level", "--timing-log-option"},  # Megatron-LM
     "trainers/torchtitan.py": {"--parallelism", "--training"},
     "trainers/megatron.py": {
         "--pipeline-model-parallel-size",

@@ -447,7 +447,7 @@ def diagnosis_record(diagnosis: Diagnosis) -> dict[str, Any]:
             for each in diagnosis.findings
         ],
         "ranks": [_rank_record(diagnosis, rank) for rank in range(diagnosis.schedule.num_ranks)],
-        "notes": list(diagnosis.notes),
+        "notes": list(map(str, diagnosis.notes)),
     }
 
 

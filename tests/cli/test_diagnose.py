@@ -103,3 +103,14 @@ def test_mistakes_are_explained(run: Run, tmp_path: Path) -> None:
     assert (result.code, result.out) == (1, "")
     assert "no state files" in result.err
     assert "give it too" in run("diagnose", "states", "-p", 4).message
+
+
+def test_ranks_with_different_schedules_ask_for_the_option(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "states").mkdir()
+    for rank, name in enumerate(("1f1b", "gpipe")):
+        schedule = lower(build(name, ranks=2, microbatches=4), [AddCommunication()])
+        state = RankState((0, 1), rank, schedule, step_number=1, position=0)
+        (tmp_path / "states" / state_file_name(state)).write_text(dump_state(state))
+    note = "the ranks run different schedules: give the schedule of this run as "
+    assert f"note: {note}--schedule" in run("diagnose", "states").out
+    assert run("diagnose", "states", "--json").json["pipelines"][0]["notes"] == [f"{note}schedule"]

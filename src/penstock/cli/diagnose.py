@@ -11,6 +11,7 @@ from rich.console import Console
 from penstock.arguments import listed
 from penstock.cli.options import AsJson, GivenSchedule, Sizes, given_schedule_from
 from penstock.cli.rendering import print_json, report_console
+from penstock.cli.usage_errors import with_options
 from penstock.ir.kinds import PASS_KINDS
 from penstock.service import diagnosis_record, order_of
 from penstock.traces.diagnose.diagnosis import Diagnosis, Wait, read_evidence
@@ -86,8 +87,8 @@ def _print(diagnosis: Diagnosis, console: Console) -> None:
         typer.echo()
         console.print(grid(schedule.only(PASS_KINDS), console.width, _marked(diagnosis)))
         typer.echo("[..]: the next action of a rank, or the one that it is in")
-    for note in diagnosis.notes:
-        typer.echo(f"note: {note}")
+    for each in diagnosis.notes:
+        typer.echo(f"note: {with_options(each)}")
 
 
 def _rank_name(diagnosis: Diagnosis, rank: int) -> str:

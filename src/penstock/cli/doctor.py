@@ -89,6 +89,8 @@ def _distributed(
         raise typer.Exit(1 if _worst(report.checks) == "fail" else 0)
     if output is not None and report.costs is not None:
         report.costs.write(output)
+    if schedule is None and not as_json:
+        typer.echo("give --schedule to compare the world size with the ranks of a schedule", err=True)
     _finish(report.checks, report.costs, as_json=as_json)
 
 

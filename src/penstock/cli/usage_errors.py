@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from penstock.arguments import did_you_mean, printable
-from penstock.errors import Parameter, PenstockError
+from penstock.errors import Message, Parameter, PenstockError
 
 _OPTIONS = {
     "batch": "--batch",
@@ -45,9 +45,14 @@ def _option(parameter: Parameter) -> str:
     return f"{name} {typed}"
 
 
+def with_options(message: Message) -> str:
+    """Return the text of a message with options instead of parameters."""
+    return message.text(_option)
+
+
 def error_message(error: PenstockError) -> str:
     """Return the message with options instead of parameters, and first the one that it is about."""
-    text = error.message.text(_option)
+    text = with_options(error.message)
     return text if error.message.parameter or not error.parameter else f"{option_name(error.parameter)}: {text}"
 
 

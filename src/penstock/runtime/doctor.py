@@ -352,7 +352,7 @@ def _versions() -> Check:
 def _world_size(schedule: Schedule | None) -> Check:
     world = dist.get_world_size()
     if schedule is None:
-        return Check("world size", "ok", f"{world}; give a schedule to compare it with the ranks of a schedule")
+        return Check("world size", "ok", f"{world}; there is no schedule to compare it with")
     replicas, rest = divmod(world, schedule.num_ranks)
     if rest or not replicas:
         needed = plural(schedule.num_ranks, "rank")

@@ -142,7 +142,8 @@ def test_the_states_of_a_run_that_was_refused_name_the_rank_with_another_schedul
     assert (found.culprit.kind, found.culprit.ranks) == ("another-schedule", (1,))
     assert {state.mode for state in found.states.values()} == {"connecting"}
     assert "do not agree" in found.states[0].error
-    assert "the ranks run different schedules: give the schedule of this run" in diagnose(pipeline).notes[0]
+    (note,) = diagnose(pipeline).notes
+    assert str(note) == "the ranks run different schedules: give the schedule of this run as schedule"
 
 
 class Raising(nn.Linear):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from penstock.arguments import listed, plural, some
-from penstock.errors import ActionError, FormatError, Parameter, ScheduleError
+from penstock.errors import ActionError, FormatError, Message, Parameter, ScheduleError
 from penstock.ir.action import Action, parse_action
 from penstock.ir.kinds import PASS_KINDS, Kind
 from penstock.ir.schedule import Schedule
@@ -104,7 +104,7 @@ def _where(state: RankState, peer: RankState | None, counterpart: Action) -> tup
 # Which ranks run another schedule: the schedule in each rank's state, compared with the one that was meant.
 
 
-def _reference(states: Sequence[RankState], given: Schedule | None) -> tuple[Schedule, list[str]]:
+def _reference(states: Sequence[RankState], given: Schedule | None) -> tuple[Schedule, list[Message]]:
     """The schedule that the ranks are compared with: that of most ranks, the given one if they run it."""
     counts = Counter(state.schedule for state in states if state.mode != "eval") or Counter(
         state.schedule for state in states
@@ -115,8 +115,8 @@ def _reference(states: Sequence[RankState], given: Schedule | None) -> tuple[Sch
     ranked = sorted(counts, key=lambda schedule: -counts[schedule])
     if given is None or all(state.mode == "eval" for state in states):
         tied = len(ranked) > 1 and counts[ranked[0]] == counts[ranked[1]]
-        text = "the ranks run different schedules: give the schedule of this run"
-        return ranked[0], [text] * tied
+        text = "the ranks run different schedules: give the schedule of this run as "
+        return ranked[0], [Message(text, Parameter("schedule"))] * tied
     same = [schedule for schedule in ranked if _is_same(schedule, given)]
     if same:
         return same[0], []
@@ -124,7 +124,7 @@ def _reference(states: Sequence[RankState], given: Schedule | None) -> tuple[Sch
         return message_orders(given)[0], []
     difference = _first_difference(ranked[0], _like(given, ranked[0]))
     text = f"all ranks run {ranked[0].name}, which is not the given schedule {given.name}: {difference}"
-    return ranked[0], [text]
+    return ranked[0], [Message(text)]
 
 
 def _difference(state: RankState, reference: Schedule) -> Finding | None:
@@ -335,7 +335,7 @@ class Diagnosis:
     waits: Mapping[int, Wait]
     findings: tuple[Finding, ...]
     """The culprit first; empty if no rank waits."""
-    notes: tuple[str, ...] = ()
+    notes: tuple[Message, ...] = ()
 
     @property
     def culprit(self) -> Finding | None:
