@@ -2,37 +2,57 @@
 # they make .venv with what constraints.txt pins, and need nothing but Python 3.10 or newer.
 
 PYTHON ?= python3
-BIN := .venv/bin
+# `make test TORCH=2.15` tests with another torch than the oldest, in an environment of its own; 2.14 and 2.15 come with
+# CUDA libraries (5.4 GB), and 2.15 needs Python 3.11
+TORCH ?= 2.13
+VENV := .venv$(addprefix -torch-,$(filter-out 2.13,$(TORCH)))
+BIN := $(VENV)/bin
+CONSTRAINTS := constraints.txt $(wildcard constraints-torch-$(TORCH).txt)
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt
+KNOWN := $(patsubst constraints-torch-%.txt,%,$(wildcard constraints-torch-*.txt))
+# the tests to run: `make test TESTS=tests/runtime`
+TESTS ?=
 unexport PYTHONDONTWRITEBYTECODE  # tests start many processes, which would all compile Penstock again
 # tests of the runtime wait for processes at times, so there are more workers than cores; each loads all modules
 WORKERS ?= 4
 # all tests of a module run in one worker, which starts their processes once
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -q
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -q $(TESTS)
 
-.PHONY: demo test test-all check docs format bench clean
+.PHONY: demo test test-all test-core check docs format bench clean
 
-demo: .venv/demo
+demo: $(VENV)/demo
 	$(BIN)/penstock demo
 
-test: .venv/kernel
+test: $(VENV)/kernel
 	$(PYTEST) -m 'not full'
 
-test-all: .venv/kernel
+test-all: $(VENV)/kernel
 	$(PYTEST) --hypothesis-profile full
 
-check: .venv/dev
+# the rooms that need no torch, with another Python: `make test-core PYTHON=python3.13`
+CORE := .venv-core-$(notdir $(PYTHON))
+CORE_ROOMS := ir formats families validation lowering cost bounds simulation search planning view
+test-core:
+	@$(MAKE) --no-print-directory VENV=$(CORE) $(CORE)/core-dev
+	$(CORE)/bin/python -m pytest -n $(WORKERS) --dist loadfile -q -m 'not full' $(addprefix tests/,$(CORE_ROOMS))
+
+$(CORE)/core-dev: $(CORE)/core
+	$(PIP) -e '.[search,serve,view]' hypothesis ipykernel nbclient pandas pytest pytest-xdist selenium
+	@touch $@
+
+check: $(VENV)/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-docs: .venv/dev
+docs: $(VENV)/dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-format: .venv/dev
+format: $(VENV)/dev
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format --quiet .
 
-bench: .venv/dev
+bench: $(VENV)/dev
 	$(BIN)/python -m benchmarks.plan
 	$(BIN)/python -m benchmarks.runtime
 	$(BIN)/python -m benchmarks.overhead
@@ -42,23 +62,26 @@ bench: .venv/dev
 	$(BIN)/python -m benchmarks.search 1 10
 
 clean:
-	rm -rf .venv site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch-* .venv-core-* site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
-.venv/core: pyproject.toml constraints.txt
+$(VENV)/core: pyproject.toml $(CONSTRAINTS)
+	@test "$(TORCH)" = 2.13 || test -f constraints-torch-$(TORCH).txt || { echo "TORCH is one of: 2.13 $(KNOWN)"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Penstock needs Python 3.10 or newer: make PYTHON=python3.12 ..."; exit 1; }
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	$(PYTHON) -m venv $(VENV)
+	@# of the lines for one package, the last file's counts
+	awk -F== '/^[^#]/ {pin[$$1] = $$0} END {for (name in pin) print pin[name]}' $(CONSTRAINTS) > $(VENV)/constraints.txt
+	$(PIP) -e .
 	@touch $@
 
-.venv/demo: .venv/core
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[search,torch]'
+$(VENV)/demo: $(VENV)/core
+	$(PIP) -e '.[search,torch]'
 	@touch $@
 
-.venv/dev: .venv/core
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+$(VENV)/dev: $(VENV)/core
+	$(PIP) -e '.[dev]'
 	@touch $@
 
 # compile the search kernel once, before all workers need it at the same time
-.venv/kernel: .venv/dev $(wildcard src/penstock/search/*.py)
+$(VENV)/kernel: $(VENV)/dev $(wildcard src/penstock/search/*.py)
 	$(BIN)/penstock search -p 2 -m 4 -v 2 --moves 10 > /dev/null
 	@touch $@

@@ -6,7 +6,7 @@ import gc
 import inspect
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,17 @@ gc.disable()  # until all modules are loaded: they make no garbage
 settings.register_profile("small", deadline=None, max_examples=25)
 settings.register_profile("full", deadline=None)  # for tests.support.grids.examples
 settings.load_profile("small")  # a busy machine is no failure; `--hypothesis-profile=full` replaces it
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Skip modules that import torch where torch is not installed: the core is tested without it."""
+    report = yield
+    call = getattr(report, "call", None)
+    cause = None if call is None or call.excinfo is None else call.excinfo.value.__cause__
+    if isinstance(cause, ModuleNotFoundError) and cause.name == "torch":
+        report.outcome, report.longrepr = "skipped", (report.nodeid, 1, "Skipped: it needs torch")
+    return report
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` deselects

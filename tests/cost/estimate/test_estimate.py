@@ -110,7 +110,8 @@ def test_full_recomputation_adds_a_forward_to_the_input_gradient() -> None:
         for each in ("none", "full")
     )
     assert full.recomputed == none.compute.forward
-    assert full.compute == Passes.sum((none.compute, Passes(0, none.compute.forward, 0)))
+    together = Passes.sum((none.compute, Passes(0, none.compute.forward, 0)))
+    assert tuple(full.compute) == pytest.approx(tuple(together))  # from Python 3.12 on, sum() rounds once
 
 
 def test_context_parallel_ranks_hide_keys_and_values_behind_attention() -> None:
