@@ -7,8 +7,9 @@ reduces gradients after every backward. In a pipeline, actions decide instead:
     RESHARD       frees the gathered parameters
     REDUCE_GRAD   one reduce-scatter per FSDP parameter group, once per step
 
-The end of the step does what the schedule leaves out. FSDP2 has no public API to disable reductions and start
-them later, so `FsdpShards` reads and sets fields of its parameter groups.
+The end of the step does what the schedule leaves out. FSDP2 has no public API to read which reductions are
+disabled, so `FsdpShards` reads and sets fields of its parameter groups. How a backward ends differs: until torch
+2.14 by a private callback, from 2.15 on by `FSDPModule.finalize_backward`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -38,6 +40,21 @@ _FSDP = "torch.distributed.fsdp._fully_shard"
 _FSDP_STATE = f"{_FSDP}._fsdp_state"
 _module_state = SHARDING.name("torch.distributed._composable_state._get_module_state")
 _REPLICATE = "torch.distributed._composable.replicate"
+_PARAMETER = f"{_FSDP}._fsdp_param.FSDPParam"
+_GROUP = f"{_FSDP}._fsdp_param_group.FSDPParamGroup"
+_HAS_FINALIZATION = torch.__version__ >= (2, 15)
+_NAMES_BY_VERSION = (
+    [f"{_FSDP_STATE}.FSDPStateContext.manual_backward_finalization", f"{_GROUP}._set_unsharded_grad_dtypes"]
+    if _HAS_FINALIZATION
+    else [
+        f"{_FSDP_STATE}.FSDPState._root_post_backward_final_callback",
+        f"{_FSDP_STATE}.FSDPStateContext.is_last_backward",
+        *members(
+            _PARAMETER,
+            "accumulate_unsharded_grad_if_needed to_accumulated_grad_if_needed unsharded_accumulated_grad",
+        ),
+    ]
+)
 
 
 def fsdp_shards_by_stage(modules: Mapping[int, nn.Module]) -> dict[int, FsdpShards]:
@@ -50,20 +67,18 @@ def fsdp_shards_by_stage(modules: Mapping[int, nn.Module]) -> dict[int, FsdpShar
 @SHARDING.uses(
     *members(
         f"{_FSDP_STATE}.FSDPState",
-        "_fsdp_param_groups _is_root _lazy_init _reset_iter_state _root_post_backward_final_callback _state_ctx"
-        " _training_state",
-    ),
-    f"{_FSDP_STATE}.FSDPStateContext.is_last_backward",
-    *members(
-        f"{_FSDP}._fsdp_param.FSDPParam",
-        "_param_fqn _setattr_on_modules _sharded_param_data _unsharded_param reduce_dtype sharded_param"
-        " accumulate_unsharded_grad_if_needed to_accumulated_grad_if_needed unsharded_accumulated_grad",
+        "_fsdp_param_groups _is_root _lazy_init _reset_iter_state _state_ctx _training_state",
     ),
     *members(
-        f"{_FSDP}._fsdp_param_group.FSDPParamGroup",
+        _PARAMETER,
+        "_param_fqn _setattr_on_modules _sharded_param_data _unsharded_param reduce_dtype sharded_param",
+    ),
+    *members(
+        _GROUP,
         "_all_gather_result _training_state fsdp_params mesh_info post_backward post_forward_mesh_info"
         " reduce_grads reshard reshard_after_backward unshard wait_for_unshard",
     ),
+    *_NAMES_BY_VERSION,
 )
 def _shards_by_stage(modules: Mapping[int, nn.Module], state_class: type) -> dict[int, FsdpShards]:
     shards = {}
@@ -71,7 +86,7 @@ def _shards_by_stage(modules: Mapping[int, nn.Module], state_class: type) -> dic
         found = [_module_state(part) for part in module.modules()]
         states = dict.fromkeys(state for state in found if isinstance(state, state_class))
         if states:
-            shards[stage] = FsdpShards(list(states), f"stage {stage}")
+            shards[stage] = _SHARDS(list(states), f"stage {stage}")
     return shards
 
 
@@ -125,13 +140,17 @@ class FsdpShards:
                 for each in group.fsdp_params:
                     yield each._param_fqn, each.sharded_param, replicas
 
+    @property
+    def _ends_by_itself(self) -> list[tuple[Any, str, bool]]:
+        """The switch of each root for the end of a backward, as object, name and the value that disables it."""
+        return [(root._state_ctx, "is_last_backward", False) for root in self._roots]
+
     def scheduled(self) -> AbstractContextManager[None]:
         """Let only the methods below gather, reshard and reduce; FSDP itself does not."""
         self._gather_once()
         off = {"reduce_grads": False, "reshard_after_backward": False, "post_forward_mesh_info": None}
         values = [(group, name, value) for group in self._groups for name, value in off.items()]
-        values += [(root._state_ctx, "is_last_backward", False) for root in self._roots]
-        return attributes_set(values)
+        return attributes_set([*values, *self._ends_by_itself])
 
     def _gather_once(self) -> None:
         """Gather and free all parameters once, if gradients are reduced in another dtype.
@@ -178,23 +197,50 @@ class FsdpShards:
         for group in self._groups:
             group.reduce_grads = reduces
         for root in self._roots:
-            root._state_ctx.is_last_backward = True
-            root._root_post_backward_final_callback()
-            root._state_ctx.is_last_backward = False
+            self._end_backward(root)
         for group in self._groups:
             group.reduce_grads = False
         self.reshard()
+
+    def _end_backward(self, root: Any) -> None:
+        root._state_ctx.is_last_backward = True
+        root._root_post_backward_final_callback()
+        root._state_ctx.is_last_backward = False
 
     def drop(self) -> None:
         """After a failed step: discard the gathered parameters and the unreduced gradients."""
         for group in self._groups:
             group._all_gather_result = None  # another rank may never send its part
         for each in self._parameters:
-            each.unsharded_accumulated_grad = None
             if hasattr(each, "_unsharded_param"):
                 each.unsharded_param.grad = None
+            self._drop_accumulated(each)
         for root in self._roots:
             root._reset_iter_state()
+
+    def _drop_accumulated(self, parameter: Any) -> None:
+        parameter.unsharded_accumulated_grad = None
+
+
+class _FinalizedShards(FsdpShards):
+    """The same from torch 2.15 on: unsharded gradients have the reduce dtype, and `finish` ends a backward."""
+
+    @property
+    def _ends_by_itself(self) -> list[tuple[Any, str, bool]]:
+        return [(root._state_ctx, "manual_backward_finalization", True) for root in self._roots]
+
+    def accumulate_gradients(self) -> None:
+        for group in self._groups:
+            group._set_unsharded_grad_dtypes(defer_upcast=False)
+
+    def _end_backward(self, root: Any) -> None:
+        root.finalize_backward()
+
+    def _drop_accumulated(self, parameter: Any) -> None:
+        """Nothing: the gradients of unsharded parameters are all there is."""
+
+
+_SHARDS = _FinalizedShards if _HAS_FINALIZATION else FsdpShards
 
 
 def wrapper_of(part: nn.Module) -> tuple[nn.Module, list[tuple[Any, str, bool]]]:
