@@ -8,8 +8,8 @@ reduces gradients after every backward. In a pipeline, actions decide instead:
     REDUCE_GRAD   one reduce-scatter per FSDP parameter group, once per step
 
 The end of the step does what the schedule leaves out. FSDP2 has no public API to read which reductions are
-disabled, so `FsdpShards` reads and sets fields of its parameter groups. How a backward ends differs: until torch
-2.14 by a private callback, from 2.15 on by `FSDPModule.finalize_backward`.
+disabled, so `FsdpShards` reads and sets fields of its parameter groups. A backward ends by a private callback
+until torch 2.14, and by `FSDPModule.finalize_backward` from 2.15 on.
 """
 
 from __future__ import annotations
