@@ -19,14 +19,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.errors import PipelineError
 from penstock.runtime.torch_internals.modules import attributes_set
-from penstock.runtime.torch_internals.registry import Feature, members
+from penstock.runtime.torch_internals.registry import RELEASE, Feature, members
 
 SHARDING = Feature(
     "stages in fully_shard, or in a replicate built on it",
@@ -42,7 +41,7 @@ _module_state = SHARDING.name("torch.distributed._composable_state._get_module_s
 _REPLICATE = "torch.distributed._composable.replicate"
 _PARAMETER = f"{_FSDP}._fsdp_param.FSDPParam"
 _GROUP = f"{_FSDP}._fsdp_param_group.FSDPParamGroup"
-_HAS_FINALIZATION = torch.__version__ >= (2, 15)
+_HAS_FINALIZATION = RELEASE >= (2, 15)
 _NAMES_BY_VERSION = (
     [f"{_FSDP_STATE}.FSDPStateContext.manual_backward_finalization", f"{_GROUP}._set_unsharded_grad_dtypes"]
     if _HAS_FINALIZATION

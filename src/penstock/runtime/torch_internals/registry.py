@@ -33,6 +33,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 VERIFIED = ("2.13",)
 """The torch versions with which all functions of this package were tested, unless a feature says otherwise."""
 
+RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
+"""The installed torch, such as (2, 15)."""
+
 FEATURES: list[Feature] = []
 """The features of the areas that are imported; `all_features` imports the others."""
 
