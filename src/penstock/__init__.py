@@ -9,6 +9,7 @@ from importlib import import_module as _import_module
 if _typing.TYPE_CHECKING:
     from penstock.api import *  # noqa: F403 -- all of them
     from penstock.api import __all__ as __all__
+    from penstock.errors import *  # noqa: F403 -- which mypy does not find in `penstock.api`
 
 __version__ = "0.1.0"
 

@@ -1,27 +1,8 @@
 """The public names of the package, gathered from the modules that define them."""
 
+from penstock import errors
 from penstock.cost.costs import Costs
-from penstock.errors import (
-    ActionError,
-    BatchError,
-    BuildError,
-    CheckpointError,
-    CostsError,
-    EstimateError,
-    ExportError,
-    FormatError,
-    MissingExtraError,
-    PartitionError,
-    PenstockError,
-    PipelineError,
-    PlacementError,
-    PlanError,
-    ScheduleError,
-    SearchError,
-    StepFailedError,
-    TraceError,
-    UnhandledKindError,
-)
+from penstock.errors import *  # noqa: F403 -- all of them
 from penstock.families import Family, build, encoder_decoder, families, register
 from penstock.formats import read
 from penstock.ir.action import Action, Overlap, parse_action
@@ -41,36 +22,17 @@ from penstock.validation import SendModel, Violation, validate
 
 __all__ = [
     "Action",
-    "ActionError",
-    "BatchError",
-    "BuildError",
-    "CheckpointError",
     "Costs",
-    "CostsError",
-    "EstimateError",
-    "ExportError",
     "Family",
-    "FormatError",
     "Kind",
     "MeasuredRun",
-    "MissingExtraError",
     "Overlap",
-    "PartitionError",
-    "PenstockError",
-    "PipelineError",
     "Placement",
-    "PlacementError",
-    "PlanError",
     "Schedule",
-    "ScheduleError",
-    "SearchError",
     "SearchResult",
     "SendModel",
     "StageGraph",
-    "StepFailedError",
     "Timeline",
-    "TraceError",
-    "UnhandledKindError",
     "Violation",
     "build",
     "encoder_decoder",
@@ -88,3 +50,4 @@ __all__ = [
     "simulate",
     "validate",
 ]
+__all__ += errors.__all__
