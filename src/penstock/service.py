@@ -42,7 +42,7 @@ from penstock.traces.read.megatron_timers import MegatronTimers
 from penstock.validation import SendModel, Violations
 
 if TYPE_CHECKING:
-    from penstock.runtime.verification import Deviation, Verdict
+    from penstock.runtime.verification import Verdict
 
 QUANTILES = (5, 50, 95)
 """Percentiles of the makespan under jitter."""
@@ -81,9 +81,7 @@ class Source:
 
     def schedule(self) -> Schedule:
         """Build the family, or read the file."""
-        if is_file(self.name):
-            return read(self.name)
-        return build(self.name, **self._sizes)
+        return read(self.name) if is_file(self.name) else build(self.name, **self._sizes)
 
     @property
     def _sizes(self) -> dict[str, Any]:
@@ -257,8 +255,8 @@ def costs_file(costs: Costs) -> str:
 
 def render(name: str, timelines: Sequence[Timeline]) -> bytes:
     """Return the timelines in one of `TIMELINE_FORMATS`; its view is imported only here."""
-    view = getattr(import_module(f"penstock.view.{TIMELINE_FORMATS[name]}"), name)
-    content: str | bytes = view(timelines)
+    view = import_module(f"penstock.view.{TIMELINE_FORMATS[name]}")
+    content: str | bytes = getattr(view, name)(timelines)
     return content.encode() if isinstance(content, str) else content
 
 
@@ -287,11 +285,6 @@ def jitter_quantiles(
     return {f"p{q}": runs.quantile(q / 100) for q in QUANTILES}
 
 
-def comparison_record(timeline: Timeline) -> dict[str, Any]:
-    """Return the row of a simulated timeline with a period in a comparison."""
-    return asdict(comparison_of(timeline))
-
-
 def simulation_record(
     timeline: Timeline, idle: Gaps, quantiles: dict[str, float] | None, *, streamed: bool = False
 ) -> dict[str, Any]:
@@ -299,7 +292,7 @@ def simulation_record(
 
     With `streamed`, the gaps, of which there can be very many, are an iterator.
     """
-    return comparison_record(timeline) | {
+    return asdict(comparison_of(timeline)) | {
         **_fields(timeline, "busy", "idle", "exposed_all_to_all"),
         "peak_memory_by_rank": timeline.peak_memory,
         "collectives": collectives_of(timeline),
@@ -363,13 +356,9 @@ def run_record(run: MeasuredRun, found: SearchResult | None) -> dict[str, Any]:
         | {"uncertainty": list(map(_finite, clocks.uncertainty))},
         "costs": run.costs.to_keys(),
         "predicted": [_fields(row, "kind", "predicted", "measured", "error") for row in predicted],
-        "search": None if found is None else search_record(found) | _saving(run, found),
+        "search": found
+        and search_record(found) | {"saved": 1 - found.value / run.predicted.makespan, "live_limit": run.live},
     }
-
-
-def _saving(run: MeasuredRun, found: SearchResult) -> dict[str, Any]:
-    """Return what the order found saves of the predicted time of the one that ran, at its live activations."""
-    return {"saved": 1 - found.value / run.predicted.makespan, "live_limit": run.live}
 
 
 def idle_by_reason(idle: Gaps) -> dict[str, float]:
@@ -497,18 +486,16 @@ def verification_record(found: Sequence[Verdict]) -> dict[str, Any]:
                 **_fields(verdict, "schedule", "ranks", "stages", "microbatches", "equal", "tolerance"),
                 "loss_error": _finite(verdict.loss),
                 "norm_error": _finite(verdict.norm),
-                "worst_gradient": _deviation_record(verdict.gradient),
-                "worst_parameter": _deviation_record(verdict.parameter),
+                **{
+                    f"worst_{name}": worst and asdict(worst) | {"error": _finite(worst.error)}
+                    for name, worst in (("gradient", verdict.gradient), ("parameter", verdict.parameter))
+                },
                 "rejected": verdict.rejected or None,
                 "cause": verdict.cause or None,
             }
             for verdict in found
         ],
     }
-
-
-def _deviation_record(worst: Deviation | None) -> dict[str, Any] | None:
-    return None if worst is None else asdict(worst) | {"error": _finite(worst.error)}
 
 
 def _finite(value: float) -> float | None:

@@ -9,7 +9,7 @@ import inspect
 import io
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
 from functools import wraps
 from importlib import import_module
@@ -118,24 +118,18 @@ def with_groups_expanded(function: Callable[..., Any]) -> Callable[..., Any]:
 
     parameters: list[Parameter] = []
     for parameter in inspect.signature(function).parameters.values():
-        if parameter.name in groups:
-            parameters += _options_of(groups[parameter.name])
-        else:
+        if parameter.name not in groups:
             parameters.append(parameter.replace(annotation=hints[parameter.name]))
+            continue
+        options = get_type_hints(groups[parameter.name], include_extras=True)
+        for each in fields(groups[parameter.name]):
+            default = Parameter.empty if each.default is MISSING else each.default
+            name, hint = each.name, options[each.name]
+            parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hint))
     called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     called.__annotations__ = {each.name: each.annotation for each in parameters}
     return called
 
-
-def _options_of(group: Any) -> Iterator[Parameter]:  # noqa: ANN401 -- a dataclass
-    """A keyword argument for each field."""
-    hints = get_type_hints(group, include_extras=True)
-    for each in fields(group):
-        default = Parameter.empty if each.default is MISSING else each.default
-        yield Parameter(each.name, Parameter.KEYWORD_ONLY, default=default, annotation=hints[each.name])
-
-
-# The application.
 
 app = typer.Typer(
     name="penstock",

@@ -7,7 +7,6 @@ import platform
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from html import escape
 from math import inf, sqrt
 from pathlib import Path
 from statistics import fmean, stdev
@@ -16,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.progress import BarColumn, TextColumn
 from rich.table import Table
-from rich.text import Text
 
 from penstock.arguments import plural
 from penstock.cli.rendering import (
@@ -36,15 +34,13 @@ from penstock.processes import usable_cores
 from penstock.simulation.calibration import calibrate, errors_by_kind
 from penstock.simulation.simulator import simulate
 from penstock.simulation.timeline import Timeline
-from penstock.view.html import html
+from penstock.view.html import ascii_html, html
 from penstock.view.terminal import terminal
 
 if TYPE_CHECKING:
     from penstock.runtime.demo import Step
     from penstock.runtime.local_ranks import LocalRanks
 
-
-# The verdict of `penstock demo`: one sentence that compares the measured gain with the noise of the run.
 
 _Z = 1.96  # 95 % of a normal distribution
 
@@ -113,9 +109,6 @@ def _change(gain: float) -> str:
     return f"{abs(gain):.1%} {'faster' if gain > 0 else 'slower'}"
 
 
-# The report of `penstock demo`: predicted and measured steps of a schedule, as timelines and tables.
-
-
 @dataclass(frozen=True)
 class MeasuredSchedule:
     """One schedule: the predicted timeline, and the measured steps."""
@@ -167,8 +160,6 @@ def _tables(measured: Sequence[MeasuredSchedule]) -> Iterator[Table]:
     yield from (kinds, steps)
 
 
-# The head of the demo's `report.html`: the result, the gradient check, the loss curve and the machine.
-
 _EXPLANATION = (
     "1f1b is the usual schedule; found is the order of the same work that the search found at the measured "
     "costs, within the memory of 1f1b. The bubble is the share of a step in which a process idles; live "
@@ -184,7 +175,7 @@ def demo_page_head(
 
     `texts` begin with the headline; the first of `rows` has the names of the columns.
     """
-    headline, *others = map(_text, texts)
+    headline, *others = map(ascii_html, texts)
     return "\n".join(
         [
             '<section class="report" aria-label="Result">',
@@ -193,7 +184,7 @@ def demo_page_head(
             *_html_table(rows),
             f"<p>{_EXPLANATION}</p>",
             *_loss_curve(losses),
-            f"<p>Machine: {_text(machine)}</p>",
+            f"<p>Machine: {ascii_html(machine)}</p>",
             "<p>Below, on one time axis: both schedules, as predicted and as measured; a row is a process.</p>",
             "</section>",
         ]
@@ -201,7 +192,6 @@ def demo_page_head(
 
 
 def _machine() -> str:
-    """Return the processor, the system, the versions and the load of this machine."""
     parts = [
         f"{_processor()}, {plural(usable_cores(), 'usable core')}",
         f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
@@ -212,7 +202,6 @@ def _machine() -> str:
 
 
 def _processor() -> str:
-    """Return the model of the processor, where the system has it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else []
     models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -222,20 +211,19 @@ def _processor() -> str:
 def _html_table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     yield "<table>"
     for tag, row in zip(("th", *["td"] * len(rows)), rows):
-        yield "<tr>" + "".join(f"<{tag}>{_text(cell)}</{tag}>" for cell in row) + "</tr>"
+        yield "<tr>" + "".join(f"<{tag}>{ascii_html(cell)}</{tag}>" for cell in row) + "</tr>"
     yield "</table>"
 
 
 def _loss_curve(losses: Sequence[float]) -> Iterator[str]:
     """The loss of every step as a line, with its first and last value in words."""
-    low, high = min(losses), max(losses)
+    low, high, base = min(losses), max(losses), _HEIGHT - _BOTTOM
     across = (_WIDTH - _LEFT - 8) / max(len(losses) - 1, 1)
-    up = (_HEIGHT - _BOTTOM - 12) / ((high - low) or 1.0)
+    up = (base - 12) / ((high - low) or 1.0)
     points = " ".join(
         f"{_LEFT + place * across:.1f},{12 + (high - loss) * up:.1f}" for place, loss in enumerate(losses)
     )
     name = f"Loss: {losses[0]:.3f} at step 1, {losses[-1]:.3f} at step {len(losses)}"
-    base = _HEIGHT - _BOTTOM
     yield f"<p>{name}.</p>"
     size = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}"'
     yield f'<svg {size} role="img" aria-label="{name}">'
@@ -249,10 +237,6 @@ def _loss_curve(losses: Sequence[float]) -> Iterator[str]:
     ):
         yield f'<text x="{x}" y="{y}" text-anchor="{anchor}" font-size="12" fill="currentColor">{text}</text>'
     yield "</svg>"
-
-
-def _text(text: str) -> str:
-    return escape(text).encode("ascii", "xmlcharrefreplace").decode()
 
 
 _COMPARED, _TRAINED, _PROFILED, _MEASURED = 3, 10, 8, 20  # steps
@@ -299,15 +283,11 @@ def demo(
 
 
 class _Demo:
-    """The parts of the demonstration, in their order."""
-
     def __init__(self, ranks: LocalRanks, count: int) -> None:
         self.ranks, self.count = ranks, count
         self.check, self.losses = "", list[float]()
         self.console = report_console(80)
-
-    def print(self, text: str | Text) -> None:
-        self.console.print(text)
+        self.print = self.console.print
 
     def compare_with_one_process(self) -> None:
         """Train the first steps in one process too, and compare."""
@@ -389,7 +369,6 @@ class _Demo:
         return html(pictures, "penstock demo: a small GPT, trained in a pipeline", head)
 
     def _search(self, first: Schedule, costs: Costs, *, memory: float) -> Schedule:
-        """The best schedule found at these costs within this memory."""
         from penstock.search import search  # noqa: PLC0415 -- compiled code takes a second to load
 
         with spinner("searching for a better schedule"):

@@ -14,7 +14,7 @@ from penstock.cli.rendering import print_json, report_console
 from penstock.cli.usage_errors import with_options
 from penstock.ir.kinds import PASS_KINDS
 from penstock.service import diagnosis_record, order_of
-from penstock.traces.diagnose.diagnosis import Diagnosis, Wait, read_evidence
+from penstock.traces.diagnose.diagnosis import Diagnosis, read_evidence
 from penstock.traces.diagnose.diagnosis import diagnose as diagnose_pipeline
 from penstock.traces.diagnose.rank_state import RankState, excerpt
 from penstock.view.grid import grid
@@ -82,18 +82,15 @@ def _print(diagnosis: Diagnosis, console: Console) -> None:
         typer.echo(f"also: {finding}\n  {finding.message}")
     typer.echo("\nwhere each rank is:")
     for rank in range(schedule.num_ranks):
-        typer.echo(f"  {_rank_name(diagnosis, rank)}  {_where(diagnosis, rank)}")
+        world_rank = diagnosis.members[rank]
+        name = f"rank {rank}" if world_rank == rank else f"rank {rank} (world rank {world_rank})"
+        typer.echo(f"  {name}  {_where(diagnosis, rank)}")
     if schedule.num_steps <= _MAX_GRID_STEPS:
         typer.echo()
         console.print(grid(schedule.only(PASS_KINDS), console.width, _marked(diagnosis)))
         typer.echo("[..]: the next action of a rank, or the one that it is in")
     for each in diagnosis.notes:
         typer.echo(f"note: {with_options(each)}")
-
-
-def _rank_name(diagnosis: Diagnosis, rank: int) -> str:
-    world_rank = diagnosis.members[rank]
-    return f"rank {rank}" if world_rank == rank else f"rank {rank} (world rank {world_rank})"
 
 
 def _where(diagnosis: Diagnosis, rank: int) -> str:
@@ -109,14 +106,10 @@ def _where(diagnosis: Diagnosis, rank: int) -> str:
 
 def _doing(diagnosis: Diagnosis, state: RankState) -> str:
     wait = diagnosis.waits.get(state.rank)
-    if wait is not None:
-        return _waiting(wait, diagnosis)
-    if state.waiting_for:
-        return f"waits for {state.waiting_for}"
-    return "" if state.position < 0 or not state.action else "waits for no message"
-
-
-def _waiting(wait: Wait, diagnosis: Diagnosis) -> str:
+    if wait is None:
+        if state.waiting_for:
+            return f"waits for {state.waiting_for}"
+        return "" if state.position < 0 or not state.action else "waits for no message"
     peer = diagnosis.states.get(wait.for_rank)
     where = _WHERE.get(wait.peer, "")
     if wait.peer == "on its way" and peer is not None:

@@ -75,8 +75,7 @@ def _distributed(
     source: str | None, sizes: Sizes, output: Path | None, seconds: float, *, as_json: bool
 ) -> None:
     """Run the checks of a launch in this process of it; only rank 0 prints and writes."""
-    if output is not None:
-        require_suffix(output, (".toml", ".json"))
+    require_suffix(output, (".toml", ".json"))
     schedule = given_schedule_from(source, sizes)
     if {check.name: check.verdict for check in extra_checks()}["extra torch"] != "ok":
         raise MissingExtraError(

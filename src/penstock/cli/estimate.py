@@ -135,8 +135,7 @@ def estimate(
       penstock estimate config.json --seq 8192 --recompute-granularity full --explain
       penstock estimate config.json --device cpu --precision fp32 --seq 128 --json
     """
-    if output is not None:
-        require_suffix(output, (".toml", ".json"))
+    require_suffix(output, (".toml", ".json"))
     parallel = ParallelConfig(
         *(sequence, microbatch_size, tensor, context, expert, data, sequence_parallel),
         *(precision, gradient_bytes, zero, recompute_granularity, attention, kernels),
@@ -154,14 +153,12 @@ def estimate(
         print_json(estimate_record(found, stages))
     else:
         _print(found, stages, explained=explained)
-    if output is not None:
-        say_written(output, as_json=as_json)
+    say_written(output, as_json=as_json)
 
 
 def _fitted(
     found: Estimate, placement: Placement, counts: tuple[int, ...], profile: str | None
 ) -> tuple[Estimate, Costs]:
-    """The estimate and the costs of its stages, fitted to a profile if there is one."""
     if profile is None:
         return found, stage_costs(found, placement, counts)
     measured = costs_from(profile)
@@ -169,9 +166,6 @@ def _fitted(
         raise typer.BadParameter(f"--fit takes measured seconds, and the costs of {profile} are relative")
     fitted = make_estimate(found.config, found.parallel, fitted_device(found, measured, counts))
     return fitted, with_measured_links(stage_costs(fitted, placement, counts), measured)
-
-
-# The report: tables per kind of layer and per stage, and every operation.
 
 
 def _time(seconds: float) -> str:

@@ -58,8 +58,7 @@ def export(
       penstock export torchtitan zbv -p 4 -m 8 --layout 'Et*3|(t*4|)*6,t*5L'
       penstock export megatron interleaved-1f1b -p 4 -m 16 -v 2 --group 8 --layers 30
     """
-    if output is not None:
-        require_folder(output)
+    require_folder(output)
     chosen = schedule_from(schedule, sizes)
     config = None if model is None else config_from(model)
     notes = []

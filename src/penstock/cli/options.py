@@ -26,8 +26,6 @@ from penstock.lowering import lower
 from penstock.service import FIT, Source, add_memory_actions, is_file, place_sharding, read_costs
 from penstock.validation import SendModel
 
-# Values: names with completion, sizes of memory, stages.
-
 
 def completing(known: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
     """Return the shell completion of known names; where none begins so, the shell falls back to files."""
@@ -101,8 +99,6 @@ def quantile_from(quantile: float | None, jitter: float | None) -> float:
         raise typer.BadParameter("--quantile needs --jitter: without it no step varies")
     return 0.95 if quantile is None else quantile
 
-
-# The options that several commands share, each declared once.
 
 ScheduleSource: TypeAlias = Annotated[
     str,
@@ -200,9 +196,6 @@ Quantile: TypeAlias = Annotated[
 ]
 Seed: TypeAlias = Annotated[int, typer.Option("--seed", help="Random seed.")]
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
-
-# Turns the values of shared options into schedules and costs.
 
 
 @dataclass(frozen=True)

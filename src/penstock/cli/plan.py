@@ -464,10 +464,8 @@ def plan(
       penstock plan config.json --devices 64 --batch 256 --offload --jitter 0.05 -o frontier.html
       penstock plan examples/models/llama-70b.toml --memory 28GB --recompute --offload
     """
-    if output.picture is not None:
-        require_suffix(output.picture, (".svg", ".png", ".html"), advice="; --write DIR writes the schedule")
-    if output.folder is not None:
-        require_folder(output.folder)
+    require_suffix(output.picture, (".svg", ".png", ".html"), advice="; --write DIR writes the schedule")
+    require_folder(output.folder)
     arguments.check()
     if is_job(model, job):
         report(job_request(model, job, arguments), output)

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Annotated, TypeAlias
+from typing import Annotated
 
 import typer
 
 from penstock.arguments import install_command
 from penstock.errors import MissingExtraError
 
-Host: TypeAlias = Annotated[str, typer.Option("--host", help="Address to listen on; loopback unless given.")]
-Port: TypeAlias = Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 is any free one.")]
-Origins: TypeAlias = Annotated[
-    list[str] | None,
-    typer.Option("--origin", metavar="URL", help="Public address of a proxy in front; may be repeated."),
-]
-ReadOnly: TypeAlias = Annotated[
-    bool, typer.Option("--read-only", help="Refuse uploads and searches, for a shared installation.")
-]
-NoOpen: TypeAlias = Annotated[bool, typer.Option("--no-open", help="Do not open a browser.")]
-
 
 def play(
     *,
-    host: Host = "127.0.0.1",
-    port: Port = 0,
-    origin: Origins = None,
-    read_only: ReadOnly = False,
-    no_open: NoOpen = False,
+    host: Annotated[
+        str, typer.Option("--host", help="Address to listen on; loopback unless given.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 is any free one.")] = 0,
+    origin: Annotated[
+        list[str] | None,
+        typer.Option("--origin", metavar="URL", help="Public address of a proxy in front; may be repeated."),
+    ] = None,
+    read_only: Annotated[
+        bool, typer.Option("--read-only", help="Refuse uploads and searches, for a shared installation.")
+    ] = False,
+    no_open: Annotated[bool, typer.Option("--no-open", help="Do not open a browser.")] = False,
 ) -> None:
     r"""It runs on this machine until Ctrl-C and needs no internet.
 

@@ -35,8 +35,6 @@ from penstock.traces.read.measured_run import read_trace as read_run
 from penstock.traces.read.megatron_timers import MegatronTimers, is_megatron_log, read_megatron_timers
 from penstock.view.terminal import terminal
 
-# The report of `penstock read-trace`: what was run, what it took, why ranks were idle, what could be saved.
-
 _LONGEST_GAPS = 3
 
 
@@ -110,7 +108,6 @@ def _search_text(run: MeasuredRun, found: SearchResult | None) -> str:
 
 
 def _predictions(run: MeasuredRun) -> Table:
-    """Mean time of each kind of action and of the step, predicted and measured."""
     table = empty_table("kind", "predicted ms", "measured ms", "error", left=1)
     for row in errors_by_kind(run.predicted, run.alike):
         times = (_ms(seconds) for seconds in (row.predicted, row.measured))
@@ -119,7 +116,6 @@ def _predictions(run: MeasuredRun) -> Table:
 
 
 def _stages(run: MeasuredRun) -> Table:
-    """The derived costs of each stage, in ms."""
     costs, count = run.costs, run.schedule.num_stages
     edges = costs.per_edge("latency", len(run.schedule.graph.edges))
     table = empty_table("stage", "F ms", "I ms", "W ms", "B ms", "message to the next, ms")
@@ -139,9 +135,6 @@ def _stages(run: MeasuredRun) -> Table:
 def _ms(seconds: float) -> str:
     """Milliseconds with four digits."""
     return f"{seconds * 1e3:.4g}" if seconds < 10 else f"{seconds * 1e3:,.0f}"
-
-
-# The part of `penstock read-trace` for Megatron-LM's timers: costs of stages, predicted against measured.
 
 
 def show_timers(
@@ -276,13 +269,11 @@ def read_trace(
 
 
 def _is_log(path: Path) -> bool:
-    """Whether a file is text that is not JSON."""
     with open_chunks(path) as chunks:
         return is_megatron_log(next(chunks, ""))
 
 
 def _search(run: MeasuredRun, seconds: float) -> SearchResult | None:
-    """The best order at the measured costs, or none."""
     if not seconds or run.schedule.num_ranks == 1:
         return None
     with search_progress(run.costs.units) as on_progress:

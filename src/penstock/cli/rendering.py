@@ -25,9 +25,9 @@ from penstock.search import Progress as SearchProgress
 # Checks of the files and directories that a command writes: before its work, not after it.
 
 
-def require_writable(output: Path) -> None:
-    """A usage error if a file cannot be written there."""
-    if open_stream(output) is not None:
+def require_writable(output: Path | None) -> None:
+    """Raise a usage error if a file cannot be written there; without one, nothing is checked."""
+    if output is None or open_stream(output) is not None:
         return
     target = Path(os.path.realpath(output))
     if target.is_dir():
@@ -38,8 +38,10 @@ def require_writable(output: Path) -> None:
         raise typer.BadParameter(f"{output}: the directory {output.parent} does not exist or is not writable")
 
 
-def require_folder(folder: Path) -> None:
-    """A usage error if files cannot be written to a directory, which is created if it does not exist."""
+def require_folder(folder: Path | None) -> None:
+    """Raise a usage error if files cannot be written to a directory, which is created if it does not exist."""
+    if folder is None:
+        return
     existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     if not existing.is_dir():
         raise typer.BadParameter(f"{existing} is a file; give a directory")
@@ -47,8 +49,10 @@ def require_folder(folder: Path) -> None:
         raise typer.BadParameter(f"{folder}: the directory {existing} is not writable")
 
 
-def require_suffix(output: Path, suffixes: tuple[str, ...], advice: str = "") -> str:
-    """The suffix of an output file without its dot; an error if it is none of these, or cannot be written."""
+def require_suffix(output: Path | None, suffixes: tuple[str, ...], advice: str = "") -> None:
+    """Raise a usage error if an output file has none of these suffixes, or cannot be written."""
+    if output is None:
+        return
     suffix = output.suffix.lower()
     if suffix not in suffixes:
         *others, last = suffixes
@@ -57,7 +61,6 @@ def require_suffix(output: Path, suffixes: tuple[str, ...], advice: str = "") ->
     require_writable(output)
     if suffix == ".png":
         import_module("penstock.view.png").require_pillow()
-    return suffix[1:]
 
 
 # Reports, records and tables.
@@ -122,10 +125,10 @@ def print_table(table: Table, console: Console | None = None) -> None:
         console.print(text, soft_wrap=True)
 
 
-def say_written(*paths: Path, as_json: bool = False, more: str = "") -> None:
+def say_written(*paths: Path | None, as_json: bool = False, more: str = "") -> None:
     """Say which files were written, if any; on stderr if stdout has JSON."""
-    if paths:
-        typer.echo(f"wrote {', '.join(map(str, paths))}{more}", err=as_json)
+    if written := [str(path) for path in paths if path is not None]:
+        typer.echo(f"wrote {', '.join(written)}{more}", err=as_json)
 
 
 # Progress on stderr while a command runs; nothing is shown when stderr is not a terminal.

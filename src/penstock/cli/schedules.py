@@ -36,8 +36,6 @@ from penstock.view.grid import grid, unit_time
 from penstock.view.kinds import sizes_text, stage_unit_text
 from penstock.view.terminal import terminal
 
-# `penstock list`: the schedule families that can be built.
-
 
 def list_families(*, as_json: AsJson = False) -> None:
     """
@@ -54,9 +52,6 @@ def list_families(*, as_json: AsJson = False) -> None:
         stages = "any" if family.stages_per_rank is None else str(family.stages_per_rank)
         typer.echo(f"{family.name:<{width}}  {stages:<15}  {family.summary}")
     return None
-
-
-# `penstock show`: build or read a schedule and draw it, print it, or write it to a file.
 
 
 _SUFFIXES = ("csv", "json", "svg", "png", "html")
@@ -88,14 +83,17 @@ def show(
       penstock show zbv.csv --costs costs.toml -o zbv.html
     """
     chosen = _choose_format(output_format, output)
-    if output is not None:
-        require_writable(output)
+    require_writable(output)
     shown = schedule_from(schedule, sizes, lowering)
     width = shutil.get_terminal_size().columns
     if chosen == "grid" and output is None:
         Console(highlight=False, width=width).print(_grid(shown, lowering.costs, width), soft_wrap=True)
+    elif output is None:
+        sys.stdout.flush()
+        sys.stdout.buffer.write(_content(shown, chosen, lowering.costs, width))
     else:
-        _write(_content(shown, chosen, lowering.costs, width), output, shown)
+        write_bytes(_content(shown, chosen, lowering.costs, width), output)
+        say_written(output, more=f": {printable(shown.name)}, {sizes_text(shown)}")
     if not is_file(schedule):
         return
     if errors := validate(shown):
@@ -125,15 +123,6 @@ def _content(schedule: Schedule, chosen: str, costs: str | None, width: int) -> 
     return dumps(schedule, chosen).encode()
 
 
-def _write(content: bytes, output: Path | None, schedule: Schedule) -> None:
-    if output is None:
-        sys.stdout.flush()
-        sys.stdout.buffer.write(content)
-    else:
-        write_bytes(content, output)
-        say_written(output, more=f": {printable(schedule.name)}, {sizes_text(schedule)}")
-
-
 def _grid(schedule: Schedule, costs: str | None, width: int) -> Text:
     counts = _counts(schedule, f" ({schedule.placement.style})")
     header = f"{printable(schedule.name)}: {counts}, {schedule.level}"
@@ -155,9 +144,6 @@ def _grid(schedule: Schedule, costs: str | None, width: int) -> Text:
 def _counts(schedule: Schedule, style: str = "") -> str:
     stages = f"{plural(schedule.num_stages, 'stage')}{style}"
     return f"{plural(schedule.num_ranks, 'rank')}, {stages}, {plural(schedule.microbatches, 'microbatch')}"
-
-
-# `penstock check`: validate the schedule in a file, or of a family, and report every error.
 
 
 def check(

@@ -44,7 +44,6 @@ _STYLES = ("any", "loop", "v")
 
 
 def _parse_placement(text: str) -> Placement | str:
-    """The name of a shape, or the rank of each stage."""
     if text in _STYLES:
         return text
     try:
@@ -118,7 +117,7 @@ def search(
     if output is not None:
         with usage_errors():
             format_of(output)
-        require_writable(output)
+    require_writable(output)
     if (recompute or offload) and memory is None:
         raise typer.BadParameter("--recompute and --offload need --memory: without a limit nothing needs them")
     where = _parse_placement(placement)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,11 +42,9 @@ from penstock.cli.rendering import (
 from penstock.cost.costs import Costs
 from penstock.families import families
 from penstock.formats import write_bytes
-from penstock.ir.schedule import Schedule
 from penstock.service import (
     add_messages,
     collectives_of,
-    comparison_record,
     jitter_quantiles,
     render,
     simulation_record,
@@ -58,9 +57,6 @@ from penstock.validation import SendModel
 from penstock.view.kinds import stage_unit_text
 from penstock.view.tables import comparison_notes, comparison_table
 from penstock.view.terminal import terminal
-
-# `penstock simulate`: makespan, bubbles and their causes, and peak memory of a schedule at given costs.
-
 
 _LONGEST_GAPS = 5
 _SHOWN_EVERY = 10_000  # lines between two updates of the progress bar
@@ -153,9 +149,6 @@ def _table(timeline: Timeline, idle: Gaps) -> Table:
     return table
 
 
-# `penstock compare`: several schedules and microbatch counts under one cost model.
-
-
 def compare(
     schedules: ScheduleSources = None,
     *,
@@ -189,7 +182,7 @@ def compare(
       penstock compare interleaved-1f1b -p 4 -m 16 --group 4 --group 8 --group 16
       penstock compare mine.csv other.csv --json
     """
-    picture = None if output is None else require_suffix(output, (".svg", ".png", ".html"))
+    require_suffix(output, (".svg", ".png", ".html"))
     names = schedules or [
         name
         for name, family in families().items()
@@ -200,33 +193,26 @@ def compare(
         raise typer.BadParameter(f"give --ranks and --microbatches to compare all families, e.g. {example}")
     sizes = GraphSizes(ranks, None, stages_per_rank, graph=graph)
     compared = list(schedules_from(names, sizes, microbatches or [], group or []))
-    timelines = _simulate_all(compared, None if costs is None else costs_from(costs), send_model)
-    if output is not None and picture is not None:
-        write_bytes(render(picture, timelines), output)
-    if as_json:
-        print_json([comparison_record(timeline) for timeline in timelines])
-    else:
-        rows = [comparison_of(timeline) for timeline in timelines]
-        print_table(comparison_table(rows))
-        typer.echo("\n".join(["", *comparison_notes(rows, unit_costs=costs is None)]))
-    if output is not None:
-        say_written(output, as_json=as_json)
-
-
-def _simulate_all(schedules: list[Schedule], costs: Costs | None, send_model: SendModel) -> list[Timeline]:
+    priced = None if costs is None else costs_from(costs)
     with progress_bar() as bar:
-        return [
+        timelines = [
             run_simulation(
                 add_messages(schedule, send_model),
-                rank_costs(schedule) if costs is None else costs,
+                priced or rank_costs(schedule),
                 send_model=send_model,
                 with_period=True,
             )
-            for schedule in bar.track(schedules, description="simulating")
+            for schedule in bar.track(compared, description="simulating")
         ]
-
-
-# `penstock trace`: write a simulated timeline for Perfetto or chrome://tracing.
+    if output is not None:
+        write_bytes(render(output.suffix.lower()[1:], timelines), output)
+    rows = [comparison_of(timeline) for timeline in timelines]
+    if as_json:
+        print_json([asdict(row) for row in rows])
+    else:
+        print_table(comparison_table(rows))
+        typer.echo("\n".join(["", *comparison_notes(rows, unit_costs=costs is None)]))
+    say_written(output, as_json=as_json)
 
 
 def trace(

@@ -15,7 +15,7 @@ from penstock.ir.schedule import Schedule
 from penstock.service import verification_record
 
 if TYPE_CHECKING:
-    from penstock.runtime.verification import Deviation, Verdict
+    from penstock.runtime.verification import Verdict
 
 
 def verify_grads(
@@ -49,8 +49,12 @@ def verify_grads(
         raise typer.BadParameter(
             f"--tolerance must be a relative error above 0, e.g. 1e-4 (given {tolerance:g})"
         )
-    verified = list(schedules_from(_names(schedules or [], every=every), sizes))
-    found = _verify(function, verified, steps, tolerance)
+    if every and schedules:
+        raise typer.BadParameter("--all selects every family: remove it, or the names")
+    names = [name for name in families() if name != "forward-only"] if every else schedules
+    if not names:
+        raise typer.BadParameter("name the schedules, e.g. 1f1b zbv, or give --all")
+    found = _verify(function, list(schedules_from(names, sizes)), steps, tolerance)
     if as_json:
         print_json(verification_record(found))
     else:
@@ -72,23 +76,14 @@ def _verify(function: str, schedules: list[Schedule], steps: int, tolerance: flo
     return found
 
 
-def _names(names: list[str], *, every: bool) -> list[str]:
-    if every and names:
-        raise typer.BadParameter("--all selects every family: remove it, or the names")
-    if every:
-        return [name for name in families() if name != "forward-only"]
-    if not names:
-        raise typer.BadParameter("name the schedules, e.g. 1f1b zbv, or give --all")
-    return names
-
-
 def _print(found: list[Verdict]) -> None:
     table = empty_table("schedule", "loss", "gradient", "norm", "parameters", left=1)
     table.add_column("")
     table.add_column("worst gradient", overflow="fold")
     for verdict in found:
         outcome = "equal" if verdict.equal else "rejected" if verdict.rejected else "NOT EQUAL"
-        errors = (verdict.loss, _error(verdict.gradient), verdict.norm, _error(verdict.parameter))
+        gradient, parameter = (each.error if each else 0.0 for each in (verdict.gradient, verdict.parameter))
+        errors = (verdict.loss, gradient, verdict.norm, parameter)
         numbers = ["-" if verdict.rejected else f"{error:.1e}" for error in errors]
         name = "" if verdict.gradient is None else printable(verdict.gradient.name)
         table.add_row(
@@ -108,10 +103,6 @@ def _print(found: list[Verdict]) -> None:
     if unequal:
         worst = max(unequal, key=lambda verdict: verdict.worst)
         typer.echo(f"\n{len(unequal)} of {len(found)} differ from one process; worst: {_worst(worst)}")
-
-
-def _error(worst: Deviation | None) -> float:
-    return 0.0 if worst is None else worst.error
 
 
 def _worst(verdict: Verdict) -> str:

@@ -31,10 +31,9 @@ def grid(schedule: Schedule, width: int = 80, marked: Mapping[int, int] | None =
 
     `marked` has a step number for some ranks; over time, the name of that step is in brackets.
     """
-    lines = None
-    if schedule.level == "compute" and schedule.num_steps:
-        lines = _over_time(schedule, width, marked or {})
-    return Text("\n").join(lines if lines is not None else _by_step(schedule, width))
+    times = unit_time(schedule) if schedule.level == "compute" and schedule.num_steps else None
+    lines = _by_step(schedule, width) if times is None else _over_time(schedule, width, marked or {}, *times)
+    return Text("\n").join(lines)
 
 
 def unit_time(schedule: Schedule) -> tuple[list[int], list[int]] | None:
@@ -55,11 +54,9 @@ def unit_time(schedule: Schedule) -> tuple[list[int], list[int]] | None:
 # --- over time -------------------------------------------------------------------------------------
 
 
-def _over_time(schedule: Schedule, width: int, marked: Mapping[int, int]) -> Iterator[Text] | None:
-    times = unit_time(schedule)
-    if times is None:
-        return None
-    starts, ends = times
+def _over_time(
+    schedule: Schedule, width: int, marked: Mapping[int, int], starts: list[int], ends: list[int]
+) -> Iterator[Text]:
     steps = [step for row in schedule.ranks for step in row]
     with_stage = schedule.num_stages > schedule.num_ranks
     texts = [cell_text(step, with_stage=with_stage) for step in steps]
@@ -67,28 +64,33 @@ def _over_time(schedule: Schedule, width: int, marked: Mapping[int, int]) -> Ite
         slot = int(schedule.table.slot_bounds[rank]) + number
         texts[slot] = f"[{texts[slot]}]"
     cell = max([2] + [-(-(len(text) + 1) // (end - start)) for text, start, end in zip(texts, starts, ends)])
-    return _time_panels(schedule, width, cell, list(zip(steps, texts, starts, ends)))
-
-
-def _time_panels(
-    schedule: Schedule, width: int, cell: int, drawn: list[tuple[Step, str, int, int]]
-) -> Iterator[Text]:
-    length = max((end for *_, end in drawn), default=0)
+    drawn, length = list(zip(steps, texts, starts, ends)), max(ends)
     bounds = schedule.table.slot_bounds.tolist()
-    label = max(len(f"rank {schedule.num_ranks - 1}"), len("time")) + 2
     rows = [_cells(drawn[begin:end], length, cell) for begin, end in pairwise(bounds)]
+    label = label_width(schedule)
     per_panel = max((width - label) // cell, 1)
     for begin in range(0, length, per_panel):
-        if begin:
-            yield Text()
         units = range(begin, min(begin + per_panel, length))
-        yield Text("time".ljust(label) + _ruler(units, cell), style="dim")
-        for rank, cells in enumerate(rows):
-            line = Text(f"rank {rank}".ljust(label))
-            for unit in units:
-                line.append_text(cells[unit])
-            line.rstrip()
-            yield line
+        panel = [row[units.start : units.stop] for row in rows]
+        yield from time_panel(label, _ruler(units, cell), panel, gap=begin > 0)
+
+
+def label_width(schedule: Schedule) -> int:
+    """Return the characters to the left of the rows."""
+    return max(len(f"rank {schedule.num_ranks - 1}"), len("time")) + 2
+
+
+def time_panel(label: int, ruler: str, rows: Iterable[Iterable[Text]], *, gap: bool) -> Iterator[Text]:
+    """Yield the lines of a panel: a blank one between panels, the ruler, and the cells of each rank."""
+    if gap:
+        yield Text()
+    yield Text("time".ljust(label) + ruler, style="dim")
+    for rank, cells in enumerate(rows):
+        line = Text(f"rank {rank}".ljust(label))
+        for cell in cells:
+            line.append_text(cell)
+        line.rstrip()
+        yield line
 
 
 def cell_text(step: Step, *, with_stage: bool) -> str:

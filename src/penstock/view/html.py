@@ -48,6 +48,8 @@ def timeline_record(timeline: Timeline, *, explained: bool = True) -> Record:
     shown = _shown(timeline)
     number = np.where(shown, np.cumsum(shown) - 1, -1)
     found = gaps(timeline) if explained else Gaps.none(timeline)
+    path = [event.slot for event in critical_path(timeline)] if explained else []
+    used, use = timeline.further_uses  # values that crossed once for several stages of a rank
     return {
         "name": schedule.name,
         "sizes_text": sizes_text(schedule) + cost_text(timeline),
@@ -63,9 +65,9 @@ def timeline_record(timeline: Timeline, *, explained: bool = True) -> Record:
         "steps": _steps(timeline, shown),
         "pairs": _pairs(timeline, number),
         "messages": _messages(timeline, number),
-        "further_uses": _further_uses(timeline, number),
+        "further_uses": {"message": used.tolist(), "consumer": number[use].tolist()},
         "needs": _needs(timeline, number),
-        "path": _path(timeline, number) if explained else [],
+        "path": [n for n in number[path].tolist() if n >= 0],
         "gaps": _gaps(found, number),
         "memory": [_memory(memory) for memory in timeline.memory] if explained else [],
     }
@@ -131,12 +133,6 @@ def _messages(timeline: Timeline, number: Ints) -> Record:
     }
 
 
-def _further_uses(timeline: Timeline, number: Ints) -> Record:
-    """Values that crossed once for several stages of a rank: their uses after the first."""
-    message, slot = timeline.further_uses
-    return {"message": message.tolist(), "consumer": number[slot].tolist()}
-
-
 def _needs(timeline: Timeline, number: Ints) -> Record:
     """Dependencies within a rank: within a stage, and between stages of the same rank."""
     table = timeline.schedule.table
@@ -149,10 +145,6 @@ def _needs(timeline: Timeline, number: Ints) -> Record:
     producer, consumer = producer[present], consumer[present]
     local = table.rank[producer] == table.rank[consumer]
     return {"producer": number[producer[local]].tolist(), "consumer": number[consumer[local]].tolist()}
-
-
-def _path(timeline: Timeline, number: Ints) -> list[int]:
-    return [n for event in critical_path(timeline) if (n := int(number[event.slot])) >= 0]
 
 
 def _gaps(found: Gaps, number: Ints) -> Record:
@@ -200,22 +192,24 @@ def html(timelines: Sequence[Timeline], title: str | None = None, head: str = ""
 
     `head` is HTML that is shown above the timelines.
     """
-    page, style = _asset("page.html"), style_sheet()
-    script = f"{drawing_script()}\n{_START}\n"
-    policy = (
-        f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; "
-        "base-uri 'none'; form-action 'none'"
-    )
-    return Template(page).substitute(
-        title=escape(title_text(timelines) if title is None else title)
-        .encode("ascii", "xmlcharrefreplace")
-        .decode(),
-        policy=policy,
+    style, script = style_sheet(), f"{drawing_script()}\n{_START}\n"
+    data = json.dumps(page_data(timelines), separators=(",", ":"), allow_nan=False)
+    for sign in "<>&":  # special in HTML; in JSON they occur only inside strings
+        data = data.replace(sign, f"\\u{ord(sign):04x}")
+    return Template(_asset("page.html")).substitute(
+        title=ascii_html(title_text(timelines) if title is None else title),
+        policy=f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; "
+        "base-uri 'none'; form-action 'none'",
         head=head,
         style=style,
         script=script,
-        data=_safe_json(page_data(timelines)),
+        data=data,
     )
+
+
+def ascii_html(text: str) -> str:
+    """Return a text escaped for HTML in ASCII."""
+    return escape(text).encode("ascii", "xmlcharrefreplace").decode()
 
 
 def page_data(timelines: Sequence[Timeline], *, explained: bool = True) -> Record:
@@ -257,11 +251,3 @@ def _asset(name: str) -> str:
 def _digest(text: str) -> str:
     """The hash by which a Content-Security-Policy allows an inline script or style."""
     return "sha256-" + b64encode(sha256(text.encode()).digest()).decode()
-
-
-def _safe_json(data: Record) -> str:
-    """ASCII JSON with the characters that are special in HTML escaped; they occur only inside strings."""
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    for sign in "<>&":
-        text = text.replace(sign, f"\\u{ord(sign):04x}")
-    return text

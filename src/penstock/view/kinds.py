@@ -10,9 +10,6 @@ from penstock.ir.kinds import Kind, handler_of
 from penstock.ir.schedule import Schedule
 from penstock.simulation.timeline import Timeline
 
-# How views show each kind of action: one table, and an error for a kind that is not in it.
-
-
 Track = Literal["compute", "message", "collective", "offload", "reload"]
 
 TRACKS: tuple[Track, ...] = get_args(Track)
@@ -70,9 +67,6 @@ def style_of(kind: Kind) -> KindStyle:
 def kinds_on(*tracks: Track) -> list[Kind]:
     """Return the kinds of these tracks that have a colour, in the order of the legend."""
     return [kind for kind, style in KIND_STYLES.items() if style.track in tracks and style.colour]
-
-
-# The words that all pictures share: entries of the legend, the sizes of a schedule, and the title of a picture.
 
 
 STAGES = "first to last stage of a rank"

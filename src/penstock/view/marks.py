@@ -8,8 +8,6 @@ from typing import NamedTuple, TypeAlias
 from penstock.ir.kinds import Kind
 from penstock.view.kinds import HOST_TRACKS, kinds_on, style_of
 
-# What a picture is made of: boxes, lines, areas and labels, each with the name of its style.
-
 
 class Box(NamedTuple):
     """A rectangle."""

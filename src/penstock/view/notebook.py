@@ -7,7 +7,7 @@ it is wider than the page. Above `MAX_STEPS` steps it is a summary, and says so.
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import singledispatch
 from html import escape
 from typing import Any
@@ -111,7 +111,7 @@ def _timelines(timelines: Sequence[Timeline]) -> str:
         return ""
     if len(timelines) > _MAX_PANELS:
         return _line(f"no picture of {len(timelines)} schedules: .timelines has each of them")
-    steps = sum(_drawn_steps(timeline) for timeline in timelines)
+    steps = sum(int(np.count_nonzero(~timeline.schedule.table.is_communication)) for timeline in timelines)
     if steps <= MAX_STEPS:
         return _image(picture(timelines))
     statement = (
@@ -122,11 +122,6 @@ def _timelines(timelines: Sequence[Timeline]) -> str:
     return _image(summary(timelines)) + _line(statement)
 
 
-def _drawn_steps(timeline: Timeline) -> int:
-    table = timeline.schedule.table
-    return int(np.count_nonzero(~table.is_communication))
-
-
 def _image(drawn: Picture) -> str:
     source = b64encode(svg_of(drawn).encode()).decode()
     size = f'width="{drawn.width}" height="{drawn.height}"'
@@ -135,20 +130,17 @@ def _image(drawn: Picture) -> str:
 
 
 def _table(table: Table) -> str:
-    """A table as the command line prints it, in HTML."""
     sides = ["right" if column.justify == "right" else "left" for column in table.columns]
-    head = "".join(
-        f'<th style="text-align:{side}">{escape(str(column.header))}</th>'
-        for side, column in zip(sides, table.columns)
-    )
-    rows = zip(*(column.cells for column in table.columns))
-    body = "".join(
-        "<tr>"
-        + "".join(f'<td style="text-align:{side}">{escape(str(cell))}</td>' for side, cell in zip(sides, row))
-        + "</tr>"
-        for row in rows
-    )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+    def row(tag: str, cells: Iterable[object]) -> str:
+        shown = (
+            f'<{tag} style="text-align:{side}">{escape(str(cell))}</{tag}>' for side, cell in zip(sides, cells)
+        )
+        return f"<tr>{''.join(shown)}</tr>"
+
+    head = row("th", (column.header for column in table.columns))
+    body = "".join(row("td", cells) for cells in zip(*(column.cells for column in table.columns)))
+    return f"<table><thead>{head}</thead><tbody>{body}</tbody></table>"
 
 
 def _line(text: str) -> str:
@@ -156,6 +148,5 @@ def _line(text: str) -> str:
 
 
 def _text(text: str) -> str:
-    """Monospaced text, of limited length."""
     shown = text if len(text) <= _MAX_CHARACTERS else text[:_MAX_CHARACTERS] + "\n..."
     return f'<pre style="line-height:1.2">{escape(shown)}</pre>'

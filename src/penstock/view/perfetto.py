@@ -79,8 +79,6 @@ def trace(timelines: Sequence[Timeline]) -> str:
 
 
 class _TimelineTrace:
-    """The spans of one timeline, their threads, and their trace entries."""
-
     def __init__(self, timeline: Timeline, ids: Iterator[int], flows: Iterator[int]) -> None:
         self.timeline, self.flows = timeline, flows
         self.steps = [_step(event) for event in timeline.events]
@@ -100,10 +98,9 @@ class _TimelineTrace:
         """Names and sort order of processes and threads."""
         for rank, process in enumerate(self.process):
             own = self.timeline.schedule.placement.stages_of_rank[rank]
+            labels = f"stage{'s' * (len(own) != 1)} {listed(own)}"
             yield _metadata("process_name", process, process, name=f"{prefix}rank {rank}")
-            yield _metadata(
-                "process_labels", process, process, labels=f"stage{'s' * (len(own) != 1)} {listed(own)}"
-            )
+            yield _metadata("process_labels", process, process, labels=labels)
             yield _metadata("process_sort_index", process, process, sort_index=process)
         for (rank, name, lane), thread in self.thread.items():
             shown = f"{name} ({lane + 1})" if lane else name
@@ -115,17 +112,11 @@ class _TimelineTrace:
         for gap in gaps(self.timeline):
             span = self.steps[gap.next_step.slot] if gap.next_step is not None else None
             if span is not None and _ns(gap.end) > _ns(gap.start):
-                span.args.update(_gap_arguments(gap))
+                span.args |= _gap_arguments(gap)
         self._add_all_to_all()
         for span in self.shown:
-            yield {
-                "ph": "X",
-                "name": span.name,
-                "cat": span.category,
-                **self._at(span, span.start),
-                "dur": _us(span.end - span.start),
-                "args": span.args,
-            }
+            times = {**self._at(span, span.start), "dur": _us(span.end - span.start)}
+            yield {"ph": "X", "name": span.name, "cat": span.category, **times, "args": span.args}
         sent = dict(zip(map(id, self.timeline.messages), self.sent))
         for message, slot in self.timeline.uses:
             yield from self._arrow(message, sent[id(message)], slot)
@@ -207,7 +198,6 @@ def _gap_arguments(gap: Gap) -> Entry:
 
 
 def _counters(timeline: Timeline, rank: int, process: int) -> Iterator[Entry]:
-    """The memory of the rank at each change."""
     memory, name = timeline.memory[rank], f"memory ({timeline.costs.units.memory_name})"
     times = [_ns(time) for time in memory.times.tolist()]
     lines = (memory.activations.tolist(), memory.unsharded.tolist(), memory.receive_buffers.tolist())
@@ -223,7 +213,6 @@ def _counters(timeline: Timeline, rank: int, process: int) -> Iterator[Entry]:
 
 
 def _assign_lanes(spans: Sequence[_Span]) -> None:
-    """Assign each span the first lane of its thread that is free at its start."""
     free: dict[tuple[int, str], list[int]] = {}
     for span in sorted(spans, key=lambda span: (span.start, span.end)):
         ends = free.setdefault((span.rank, span.thread), [])

@@ -47,16 +47,14 @@ from penstock.view.marks import (
     text_width,
 )
 
-# The legend of a picture: a box and its meaning for each kind and each part of memory that is drawn.
-
 
 class Legend(NamedTuple):
     """What the legend explains."""
 
     kinds: list[Kind]
-    stages_per_rank: int
-    pairs: bool
-    memory: list[str]
+    stages_per_rank: int = 1
+    pairs: bool = False
+    memory: Sequence[str] = ()
     edges: bool = False
     """Whether the edges of a stage graph are drawn."""
     numbers: bool = False
@@ -98,7 +96,6 @@ def _entries(shown: Legend) -> Iterator[tuple[list[Box], str]]:
 
 
 def _marks(shown: Legend) -> Iterator[tuple[list[Box], str]]:
-    """What is drawn besides the boxes of steps."""
     if shown.all_to_all:
         yield [Box("all-to-all", 0, 8, 16, 3)], "exposed all-to-all"
     for kind in kinds_on("collective", *HOST_TRACKS):
@@ -109,9 +106,6 @@ def _marks(shown: Legend) -> Iterator[tuple[list[Box], str]]:
             yield [Box(f"edge-{value}", 0, 5, 16, 1)], f"{value} of microbatch 0 between ranks"
     for part in shown.memory:
         yield [Box(part, 0, 0, 16, 11)], f"memory: {part}"
-
-
-# What all panels of a picture share: the time axis, the memory scale, the heights of rows, the styles.
 
 
 # sizes in pixels
@@ -187,18 +181,14 @@ class Scales:
         return Legend(self.kinds, max(map(len, hosted)), pairs, used, edges, numbers, exposed)
 
     @cached_property
-    def _units(self) -> Units:
-        return Units.common(timeline.costs.units for timeline in self.timelines)
-
-    @cached_property
     def time(self) -> Scale:
         """The unit of the time axis."""
-        return self._units.time_scale(self.length)
+        return Units.common(timeline.costs.units for timeline in self.timelines).time_scale(self.length)
 
     @cached_property
     def memory(self) -> Scale:
         """The unit of the memory strips."""
-        return self._units.memory_scale(self.peak_memory)
+        return Units.common(timeline.costs.units for timeline in self.timelines).memory_scale(self.peak_memory)
 
     @cached_property
     def row_height(self) -> int:
@@ -223,9 +213,6 @@ class Scales:
         return [n * step * unit for n in range(int(self.length / unit / step * (1 + 1e-9)) + 1)]
 
 
-# Arrows of a picture along the edges of a stage graph that is not a chain, for the first microbatch.
-
-
 _HEAD = 5.0
 _HEAD_ANGLE = pi / 7
 
@@ -240,15 +227,12 @@ def edge_arrows(timeline: Timeline, scales: Scales, top: float) -> Iterator[Grou
         if message.microbatch == 0:
             x, to_x = scales.x(timeline.end[[message.producer]])[0], scales.x(timeline.start[[slot]])[0]
             y, to_y = (top + int(rank[each]) * scales.row_height + ROW / 2 for each in (message.producer, slot))
-            lines += _arrow(f"edge-{message.kind}", x, y, to_x, to_y)
+            towards, style = atan2(y - to_y, x - to_x), f"edge-{message.kind}"
+            lines.append(Line(style, x, y, to_x, to_y))
+            for angle in (towards - _HEAD_ANGLE, towards + _HEAD_ANGLE):
+                tip = round(to_x + _HEAD * cos(angle), 2), round(to_y + _HEAD * sin(angle), 2)
+                lines.append(Line(style, to_x, to_y, *tip))
     yield Group("edges, microbatch 0", sorted(lines, key=lambda line: line.style))
-
-
-def _arrow(style: str, x: float, y: float, to_x: float, to_y: float) -> Iterator[Line]:
-    yield Line(style, x, y, to_x, to_y)
-    towards = atan2(y - to_y, x - to_x)
-    for angle in (towards - _HEAD_ANGLE, towards + _HEAD_ANGLE):
-        yield Line(style, to_x, to_y, round(to_x + _HEAD * cos(angle), 2), round(to_y + _HEAD * sin(angle), 2))
 
 
 # The picture of timelines as marks: where each box, line, area and label is; svg and png only draw it.
@@ -260,9 +244,6 @@ def _arrow(style: str, x: float, y: float, to_x: float, to_y: float) -> Iterator
 # ...
 #         0         10        20 ms
 #         [ ] F forward  [ ] B backward
-
-
-_KINDS = tuple(Kind)
 
 
 def picture(timelines: Sequence[Timeline]) -> Picture:
@@ -283,10 +264,15 @@ def assemble(
     for timeline in timelines:
         groups += panel(timeline, scales, top)
         top += scales.panel_height(timeline)
-    groups.append(_axis(scales, top))
+    places = scales.x(np.array(scales.ticks))
+    axis: list[Mark] = [Line("axis", LEFT, top, LEFT + scales.width, top)]
+    axis += [Line("axis", x, top, x, top + 4) for x in places]
+    axis += [Label("tick", x, top + 16, scales.time.number(t, 10)) for x, t in zip(places, scales.ticks)]
+    axis.append(Label("key", LEFT + scales.width + 8, top + 16, f"time, {scales.time.name}"))
     key, bottom = legend(scales.legend, LEFT, scales.width, round(top) + 40)
     width = LEFT + scales.width + scales.right
-    return Picture(title_text(timelines), width, bottom + MARGIN, scales.styles, [*groups, key])
+    drawn = [*groups, Group("time", axis), key]
+    return Picture(title_text(timelines), width, bottom + MARGIN, scales.styles, drawn)
 
 
 def _panel(timeline: Timeline, scales: Scales, top: float) -> Iterator[Group]:
@@ -303,21 +289,14 @@ def _panel(timeline: Timeline, scales: Scales, top: float) -> Iterator[Group]:
 
 def panel_head(timeline: Timeline, scales: Scales, top: float, rows: int) -> Group:
     """The title of a panel and the lines at the ticks, over so many rows."""
+    schedule, makespan = timeline.schedule, scales.time.text(timeline.makespan, 4)
     bottom = top + TITLE + scales.row_height * rows - GAP / 2
     lines = [Line("grid", x, top + TITLE - 4, x, bottom) for x in scales.x(np.array(scales.ticks))]
-    return Group(printable(timeline.schedule.name), [*lines, *_title(timeline, scales, top)])
-
-
-def _title(timeline: Timeline, scales: Scales, top: float) -> list[Mark]:
-    schedule = timeline.schedule
-    makespan = scales.time.text(timeline.makespan, 4)
     sizes = f"{sizes_text(schedule)}{cost_text(timeline)}"
     facts = f"{sizes}  ·  makespan {makespan}  ·  bubble {timeline.bubble():.1%}"
     room = int((scales.width - text_width(facts, 11)) / text_width("m", 13))
-    return [
-        Label("name", LEFT, top + 14, printable(schedule.name, max(room, 8))),
-        Label("facts", LEFT + scales.width, top + 14, facts),
-    ]
+    name = Label("name", LEFT, top + 14, printable(schedule.name, max(room, 8)))
+    return Group(printable(schedule.name), [*lines, name, Label("facts", LEFT + scales.width, top + 14, facts)])
 
 
 def _steps(timeline: Timeline, rank: int, scales: Scales, y: float) -> Iterator[Mark]:
@@ -330,23 +309,26 @@ def _steps(timeline: Timeline, rank: int, scales: Scales, y: float) -> Iterator[
     nth = {stage: n for n, stage in enumerate(timeline.schedule.placement.stages_of_rank[rank])}
     boxes: list[Box] = []
     labels: list[Label] = []
-    numbered = scales.is_numbered(timeline)
+    kinds, numbered = tuple(Kind), scales.is_numbered(timeline)
     parts = zip(*(column[own].tolist() for column in (table.kind, table.stage, table.microbatch)))
     for (number, stage, microbatch), x, end, second, first in zip(
         parts, begins, ends, joined, [*joined[1:], False]
     ):
-        kind, width = _KINDS[number], round(end - x, 2)
+        kind, width = kinds[number], round(end - x, 2)
         track = style_of(kind).track
         if track == "collective":
-            boxes.append(_collective(kind, x, width, y))
+            beside = 2 if kind is Kind.REDUCE_GRAD and not width else 0  # left of a RESHARD at the same time
+            boxes.append(Box(kind.value, x - beside, y + ROW + 1.5, max(width, 2), 4))
         elif track in HOST_TRACKS:
             top = y + scales.link_top + 1.5 + HOST_TRACKS.index(track) * LINK
             boxes.append(Box(kind.value, x, top, max(width, 2), LINK - 1))
         elif track == "compute":
-            box = _box(kind, nth.get(stage, 0), x, width, y, half=1 if first else 2 if second else 0)
+            half = first or second  # the upper or the lower half of an overlapped pair
+            style, height = box_style(kind, nth.get(stage, 0), narrow=width < 3), ROW / 2 if half else ROW
+            box = Box(style, x, y + ROW / 2 * second, width, height)
             boxes.append(box)
             if numbered:
-                labels += _number(box, f"{'+' * second}{microbatch}", scales, half=first or second)
+                labels += _number(box, f"{'+' * second}{microbatch}", scales, half=half)
     yield from sorted(boxes, key=lambda box: box.style)
     yield from _exposed(timeline, rank, scales, y)
     yield from sorted(labels, key=lambda label: label.style)
@@ -360,17 +342,6 @@ def _exposed(timeline: Timeline, rank: int, scales: Scales, y: float) -> Iterato
     begins, ends = scales.x(np.maximum(end - exposed, start)), scales.x(end)
     for n in np.flatnonzero(exposed).tolist():
         yield Box("all-to-all", begins[n], y + ROW - 3, round(ends[n] - begins[n], 2), 3)
-
-
-def _collective(kind: Kind, x: float, width: float, y: float) -> Box:
-    beside = 2 if kind is Kind.REDUCE_GRAD and not width else 0  # to the left of a RESHARD at the same time
-    return Box(kind.value, x - beside, y + ROW + 1.5, max(width, 2), 4)
-
-
-def _box(kind: Kind, nth: int, x: float, width: float, y: float, *, half: int) -> Box:
-    """A whole box, or the upper (1) or lower (2) half of an overlapped pair."""
-    style = box_style(kind, nth, narrow=width < 3)
-    return Box(style, x, y + ROW / 2 * (half == 2), width, ROW / 2 if half else ROW)
 
 
 def _number(box: Box, text: str, scales: Scales, *, half: bool) -> Iterator[Label]:
@@ -418,16 +389,6 @@ def staircase(xs: Sequence[float], heights: Floats) -> list[tuple[float, float]]
     return points
 
 
-def _axis(scales: Scales, y: float) -> Group:
-    unit = scales.time
-    places = scales.x(np.array(scales.ticks))
-    marks: list[Mark] = [Line("axis", LEFT, y, LEFT + scales.width, y)]
-    marks += [Line("axis", x, y, x, y + 4) for x in places]
-    marks += [Label("tick", x, y + 16, unit.number(time, 10)) for x, time in zip(places, scales.ticks)]
-    marks.append(Label("key", LEFT + scales.width + 8, y + 16, f"time, {unit.name}"))
-    return Group("time", marks)
-
-
 # The picture of timelines with too many steps to draw each: what ranks do over time, as shares.
 #
 # name                     makespan, bubble      one panel per timeline, all on one time axis
@@ -435,7 +396,7 @@ def _axis(scales: Scales, y: float) -> Group:
 # ranks 4-7    __/''''''''''''''''\__  peak 3    what is left up to the top is idle
 
 
-_WIDTH, _COLUMN = 720, 4  # pixels: the time axis, and what one share is computed over
+_COLUMN = 4  # pixels of the time axis that one share is computed over
 _MAX_ROWS = 32
 
 
@@ -447,15 +408,8 @@ def summary(timelines: Sequence[Timeline]) -> Picture:
 class SummaryScales(Scales):
     """A time axis of fixed width, and rows without numbers and memory strips."""
 
-    @cached_property
-    def width(self) -> int:
-        """Width of the time axis in pixels."""
-        return _WIDTH
-
-    @cached_property
-    def row_height(self) -> int:
-        """Height of a row."""
-        return ROW + GAP
+    width = 720
+    row_height = ROW + GAP
 
     def panel_height(self, timeline: Timeline) -> int:
         """Height of a timeline with its title."""
@@ -464,7 +418,7 @@ class SummaryScales(Scales):
     @cached_property
     def legend(self) -> Legend:
         """The kinds of compute only."""
-        return Legend([kind for kind in self.kinds if kind in kinds_on("compute")], 1, pairs=False, memory=[])
+        return Legend([kind for kind in self.kinds if kind in kinds_on("compute")])
 
 
 def _rows(timeline: Timeline) -> list[range]:

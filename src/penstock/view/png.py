@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from penstock.arguments import install_command
 from penstock.errors import MissingExtraError
 from penstock.simulation.timeline import Timeline
-from penstock.view.marks import Area, Box, Label, Line, Mark, Picture, Style
+from penstock.view.marks import Box, Label, Line, Mark, Picture, Style
 from penstock.view.picture import picture
 
 if TYPE_CHECKING:  # Pillow is an extra
@@ -61,8 +61,6 @@ def png_of(drawn: Picture) -> bytes:
 
 
 class _Canvas:
-    """Draws marks in whole pixels."""
-
     def __init__(self, image: ImageDraw, drawn: Picture, scale: int) -> None:
         self.image, self.styles, self.scale = image, drawn.styles, scale
 
@@ -76,7 +74,7 @@ class _Canvas:
             ends = [(self._px(mark.x), self._px(mark.y)), (self._px(mark.to_x), self._px(mark.to_y))]
             self.image.line(ends, fill=style.stroke, width=max(round(style.stroke_width * self.scale), 1))
         else:
-            self._area(mark, style)
+            self.image.polygon([(self._px(x), self._px(y)) for x, y in mark.points], fill=style.fill)
 
     def _px(self, value: float) -> int:
         return round(value * self.scale)
@@ -84,14 +82,10 @@ class _Canvas:
     def _box(self, box: Box, style: Style) -> None:
         """Adjacent boxes share the pixel of their border."""
         left, top, right, bottom = (self._px(v) for v in (box.x, box.y, box.x + box.width, box.y + box.height))
-        if style.stroke == "none":
+        outline = None if style.stroke == "none" else style.stroke
+        if outline is None:
             right, bottom = max(right - 1, left), max(bottom - 1, top)
-            self.image.rectangle((left, top, right, bottom), fill=style.fill)
-        else:
-            self.image.rectangle((left, top, right, bottom), fill=style.fill, outline=style.stroke)
-
-    def _area(self, area: Area, style: Style) -> None:
-        self.image.polygon([(self._px(x), self._px(y)) for x, y in area.points], fill=style.fill)
+        self.image.rectangle((left, top, right, bottom), fill=style.fill, outline=outline)
 
     def _label(self, label: Label, style: Style) -> None:
         font = _font(style.size * self.scale)

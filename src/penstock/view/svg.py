@@ -6,13 +6,13 @@ the styles of a page that embeds the picture.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from operator import attrgetter
 from xml.sax.saxutils import escape
 
 from penstock.simulation.timeline import Timeline
-from penstock.view.marks import Area, Box, Group, Label, Line, Mark, Picture, Style
+from penstock.view.marks import Area, Box, Label, Line, Mark, Picture, Style
 from penstock.view.picture import picture
 
 FONT = "Helvetica,Arial,sans-serif"
@@ -25,24 +25,22 @@ def svg(timelines: Sequence[Timeline]) -> str:
 
 def svg_of(drawn: Picture) -> str:
     """Any picture as a standalone SVG document."""
-    return "\n".join(_document(drawn)) + "\n"
-
-
-def _document(drawn: Picture) -> Iterator[str]:
     size = f'width="{drawn.width}" height="{drawn.height}" viewBox="0 0 {drawn.width} {drawn.height}"'
-    yield f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="{FONT}">'
-    yield f"<title>{escape(drawn.title)}</title>"
     used = {mark.style for group in drawn.groups for mark in group.marks}
-    rules = [f".{_class(name)}{{{_rule(style)}}}" for name, style in drawn.styles.items() if name in used]
-    yield "<style>\n" + "\n".join(rules) + "\n</style>"
-    yield f'<rect width="{drawn.width}" height="{drawn.height}" fill="#fff"/>'
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="{FONT}">',
+        f"<title>{escape(drawn.title)}</title>",
+        "<style>",
+        *(f".penstock-{name}{{{_rule(style)}}}" for name, style in drawn.styles.items() if name in used),
+        "</style>",
+        f'<rect width="{drawn.width}" height="{drawn.height}" fill="#fff"/>',
+    ]
     for group in drawn.groups:
-        yield from _group(group)
-    yield "</svg>"
-
-
-def _class(name: str) -> str:
-    return f"penstock-{name}"
+        lines.append(f"<g><title>{escape(group.name)}</title>")
+        for name, marks in groupby(group.marks, key=attrgetter("style")):
+            lines.append(f'<g class="penstock-{name}">' + "".join(map(_element, marks)) + "</g>")
+        lines.append("</g>")
+    return "\n".join([*lines, "</svg>\n"])
 
 
 def _rule(style: Style) -> str:
@@ -51,13 +49,6 @@ def _rule(style: Style) -> str:
         return f"fill:{style.fill};font-size:{style.size}px;text-anchor:{style.anchor}{weight}"
     border = "" if style.stroke == "none" else f";stroke:{style.stroke};stroke-width:{style.stroke_width}"
     return f"fill:{style.fill}{border}"
-
-
-def _group(group: Group) -> Iterator[str]:
-    yield f"<g><title>{escape(group.name)}</title>"
-    for style, marks in groupby(group.marks, key=attrgetter("style")):
-        yield f'<g class="{_class(style)}">' + "".join(map(_element, marks)) + "</g>"
-    yield "</g>"
 
 
 def _element(mark: Mark) -> str:

@@ -21,7 +21,7 @@ from penstock.cost.units import Scale, number_text
 from penstock.ir.encoding import Floats, Ints
 from penstock.ir.kinds import Kind
 from penstock.simulation.timeline import Timeline
-from penstock.view.grid import cell_text
+from penstock.view.grid import cell_text, label_width, time_panel
 from penstock.view.kinds import style_of
 from penstock.view.marks import round_step
 
@@ -35,7 +35,7 @@ _SHORTEST_NAME = 2
 
 def terminal(timeline: Timeline, width: int = 80) -> Text:
     """The picture, at most `width` characters wide where possible."""
-    label = max(len(f"rank {timeline.schedule.num_ranks - 1}"), len("time")) + 2
+    label = label_width(timeline.schedule)
     columns = max(width - label, 10)
     rows = _names_if_few(timeline, columns)
     scale = timeline.costs.units.time_scale(timeline.makespan)
@@ -75,7 +75,6 @@ def _names_if_few(timeline: Timeline, columns: int) -> list[list[_Step]] | None:
 
 
 def _steps(timeline: Timeline, rank: int) -> list[_Step]:
-    """Start, end, name and kind of each compute step of a rank."""
     first, last = timeline.schedule.table.slot_bounds[rank : rank + 2].tolist()
     with_stage = timeline.schedule.num_stages > timeline.schedule.num_ranks
     steps = zip(
@@ -175,19 +174,18 @@ def _without_names(timeline: Timeline, rank: int, width: float, columns: int) ->
     spent = np.zeros((len(kinds) + 1, columns))  # the last row is idle time
     spent[:-1] = np.bincount(index[step] * columns + column, inside, len(kinds) * columns).reshape(-1, columns)
     spent[-1] = np.clip(1 - spent.sum(axis=0), 0, None)
+    styles = [style_of(kind) for kind in kinds]
+    names = [style.short or kind.value for kind, style in zip(kinds, styles)]
+    letters = [(name if len(name) == 1 else "+", style.terminal, 0) for name, style in zip(names, styles)]
+    letters.append(("·", "dim", 0))
     cells: list[_Cell] = []
     owed = np.zeros(len(kinds) + 1)
     for share in spent.T:
         owed += share
         most = int(np.where(share > 0, owed, -np.inf).argmax())
         owed[most] -= 1
-        cells.append(("·", "dim", 0) if most == len(kinds) else (*_letter(kinds[most]), 0))
+        cells.append(letters[most])
     return cells
-
-
-def _letter(kind: Kind) -> tuple[str, str]:
-    name = style_of(kind).short or kind.value
-    return name if len(name) == 1 else "+", style_of(kind).terminal
 
 
 def _joined(
@@ -195,22 +193,10 @@ def _joined(
 ) -> Text:
     lines: list[Text] = []
     for first, last, rows in panels:
-        if lines:
-            lines.append(Text())
-        lines.append(
-            Text("time".ljust(label) + _ruler(timeline.makespan, scale, length, range(first, last)), "dim")
-        )
-        lines += _rows(label, rows)
+        ruler = _ruler(timeline.makespan, scale, length, range(first, last))
+        letters = ([Text(letter, style) for letter, style, _ in row] for row in rows)
+        lines += time_panel(label, ruler, letters, gap=first > 0)
     return Text("\n").join(lines)
-
-
-def _rows(label: int, rows: list[list[_Cell]]) -> Iterator[Text]:
-    for rank, cells in enumerate(rows):
-        line = Text(f"rank {rank}".ljust(label))
-        for letter, style, _ in cells:
-            line.append(letter, style=style)
-        line.rstrip()
-        yield line
 
 
 def _ruler(makespan: float, scale: Scale, length: int, columns: range) -> str:

@@ -24,7 +24,6 @@ from penstock.cost.costs import Costs
 from penstock.cost.memory import exceeds
 from penstock.cost.presets import preset, presets
 from penstock.cost.prices import edge_prices, step_seconds
-from penstock.cost.units import Units
 from penstock.errors import FormatError, PenstockError
 from penstock.families import Family, families, find
 from penstock.formats import dumps, reads
@@ -36,13 +35,13 @@ from penstock.ir.messages import VALUES
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 from penstock.planning.layout import even_layout
-from penstock.search import Progress
+from penstock.search import Progress, SearchResult
 from penstock.search import search as run_search
 from penstock.service import (
+    TIMELINE_FORMATS,
     Source,
     check_record,
     command_line,
-    comparison_record,
     costs_file,
     costs_of_model,
     family_records,
@@ -54,6 +53,7 @@ from penstock.service import (
     run_record,
     search_record,
 )
+from penstock.simulation.comparison import comparison_of
 from penstock.simulation.simulator import message_waits, simulate
 from penstock.simulation.timeline import Timeline
 from penstock.traces.read.measured_run import read_trace
@@ -62,8 +62,6 @@ from penstock.validation import SendModel, validate
 from penstock.view.html import page_data
 from penstock.web.lessons import judge, lesson_catalogue
 
-# A request of the page, parsed: schedules, costs and options, with every problem at once.
-
 REQUEST = "request"
 MAX_SCHEDULES = 8
 """In one request."""
@@ -71,8 +69,12 @@ MAX_WORK = 1 << 15
 """Stages times microbatches of a schedule: 32 ranks with 2 stages each and 512 microbatches."""
 MAX_STEPS = 8 * MAX_WORK
 """Of a schedule, messages and collectives included."""
-_FAMILY_KEYS = {"family", "ranks", "microbatches", "stages_per_rank", "group", "recompute", "offload", "name"}
-_TEXT_KEYS = {"csv", "json", "name", "recompute", "offload"}
+_TEXT_KEYS: dict[str, tuple[type, ...]] = dict.fromkeys(("csv", "json", "name", "recompute", "offload"), (str,))
+_FAMILY_KEYS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("family", "recompute", "offload", "name"), (str,)),
+    **dict.fromkeys(("ranks", "microbatches", "group"), (int,)),
+    "stages_per_rank": (int, list),
+}
 
 
 def refuse(*problems: str) -> None:
@@ -206,7 +208,7 @@ def build_schedule(source: Mapping[str, Any]) -> Schedule:
         return built.renamed(source["name"]) if source.get("name") else built
     if "steps" in source:
         return _from_steps(source)
-    given = expect(dict(source), dict.fromkeys(_TEXT_KEYS, (str,)))
+    given = expect(source, _TEXT_KEYS)
     text_format = next((key for key in ("csv", "json") if given.get(key) is not None), None)
     if text_format is None:
         raise FormatError(REQUEST, ["a schedule has a family, the text of a csv or json file, or steps"])
@@ -215,9 +217,7 @@ def build_schedule(source: Mapping[str, Any]) -> Schedule:
 
 
 def _family(source: Mapping[str, Any]) -> Source:
-    types: dict[str, tuple[type, ...]] = dict.fromkeys(_FAMILY_KEYS, (str,))
-    types |= dict.fromkeys(("ranks", "microbatches", "group"), (int,))
-    given = expect(dict(source), types | {"stages_per_rank": (int, list)}, ["family", "ranks", "microbatches"])
+    given = expect(source, _FAMILY_KEYS, ["family", "ranks", "microbatches"])
     stages = given.get("stages_per_rank")
     counts = stages if isinstance(stages, list) else [given["ranks"] * (stages or 1)]
     _check_work(sum(whole_number(count) or 0 for count in counts), given["microbatches"])
@@ -226,7 +226,7 @@ def _family(source: Mapping[str, Any]) -> Source:
 
 def _from_steps(source: Mapping[str, Any]) -> Schedule:
     types = {"steps": (list,), "stage_to_rank": (list,), "microbatches": (int,), "name": (str,)}
-    given = expect(dict(source), types, ["steps", "stage_to_rank", "microbatches"])
+    given = expect(source, types, ["steps", "stage_to_rank", "microbatches"])
     rows, stages = given["steps"], given["stage_to_rank"]
     problems = []
     if not all(isinstance(row, list) and all(isinstance(step, str) for step in row) for row in rows):
@@ -258,12 +258,9 @@ def _within_limits(schedule: Schedule) -> Schedule:
     return schedule
 
 
-# Answers about schedules under one cost model: the timelines to draw, and the row of each in the table.
-
-
 def row_of(timeline: Timeline, memory_limit: float | None) -> dict[str, Any]:
     """Return the row of `compare`, the reason for its bound, and whether it fits."""
-    return comparison_record(timeline) | {
+    return asdict(comparison_of(timeline)) | {
         "bound_reason": timeline.bound.because,
         "peak_memory_by_rank": timeline.peak_memory,
         "fits": _fits(timeline, memory_limit),
@@ -417,7 +414,6 @@ class WhatIf:
 
 
 def _multiplied(costs: Costs, factors: Mapping[str, list[float]], *, unit: str) -> Costs:
-    """The costs of this unit, each entry times its factor."""
     changed: dict[str, Any] = {}
     for entry in fields(costs):
         own, value = factors.get(entry.metadata["per"]), getattr(costs, entry.name)
@@ -518,8 +514,6 @@ _MAX_FILES = 64
 
 
 class _NamedBytes(BytesIO):
-    """An uploaded file."""
-
     def __init__(self, name: str, content: bytes) -> None:
         super().__init__(content)
         self.name = name
@@ -542,7 +536,6 @@ def measured(document: object) -> dict[str, Any]:
 
 
 def _files(entries: Sequence[Any]) -> list[_NamedBytes]:
-    """The uploaded files: names, and contents in base64."""
     if not 1 <= len(entries) <= _MAX_FILES:
         refuse(f"files: from 1 to {_MAX_FILES} (given {len(entries)})")
     found = []
@@ -559,8 +552,14 @@ def _files(entries: Sequence[Any]) -> list[_NamedBytes]:
 # --- downloads, and lines that reproduce the page --------------------------------------------------
 
 
-_PICTURES = {"svg": "image/svg+xml", "png": "image/png", "html": "text/html", "trace": "application/json"}
-_FILES = {"csv": "text/csv", "json": "application/json"}
+_TYPES = {
+    "csv": "text/csv",
+    "json": "application/json",
+    "svg": "image/svg+xml",
+    "png": "image/png",
+    "html": "text/html",
+    "trace": "application/json",
+}
 
 
 def export(document: object) -> dict[str, Any]:
@@ -569,19 +568,16 @@ def export(document: object) -> dict[str, Any]:
     wanted = request.extra["format"]
     if wanted == "lines":
         return _lines(request, request.extra["layers"])
-    if wanted in _PICTURES:
-        timelines = [request.timeline(request.schedule(index)) for index in range(len(request.schedules))]
-        name = _file_name(timelines[0].schedule, "trace.json" if wanted == "trace" else wanted)
-        return {"file": name, "type": _PICTURES[wanted], "base64": _base64(render(wanted, timelines))}
-    if wanted in _FILES:
-        schedule = request.schedule(0)
-        content = _base64(dumps(schedule, wanted).encode())
-        return {"file": _file_name(schedule, wanted), "type": _FILES[wanted], "base64": content}
-    raise FormatError(REQUEST, [f"format: one of {', '.join((*_FILES, *_PICTURES, 'lines'))} (given {wanted})"])
-
-
-def _base64(content: bytes) -> str:
-    return b64encode(content).decode()
+    if wanted not in _TYPES:
+        refuse(f"format: one of {', '.join((*_TYPES, 'lines'))} (given {wanted})")
+    schedule = request.schedule(0)
+    if wanted in TIMELINE_FORMATS:
+        others = map(request.schedule, range(1, len(request.schedules)))
+        content = render(wanted, [request.timeline(each) for each in (schedule, *others)])
+    else:
+        content = dumps(schedule, wanted).encode()
+    name = _file_name(schedule, "trace.json" if wanted == "trace" else wanted)
+    return {"file": name, "type": _TYPES[wanted], "base64": b64encode(content).decode()}
 
 
 def _file_name(schedule: Schedule, suffix: str) -> str:
@@ -611,7 +607,6 @@ def _lines(request: DrawRequest, layers: int | None) -> dict[str, Any]:
 
 
 def _torchtitan(schedule: Schedule, layers: int) -> dict[str, Any]:
-    """The flags, or why torchtitan cannot run it."""
     try:
         made = export_torchtitan(schedule, even_layout(layers, schedule.num_stages))
     except PenstockError as error:
@@ -835,10 +830,9 @@ def live_search(document: object, connection: Connection, report: Callable[[str]
             reported.set()
 
         result = run_search(costs=costs, split=not fused, on_progress=send, **options)
-    record = search_record(result)
-    return record | {
+    return search_record(result) | {
         "data": page_data([result.timeline]),
-        "certificate": certificate(record),
+        "certificate": certificate(result),
         "stage_to_rank": result.schedule.placement.stage_to_rank,
         "costs": result.timeline.costs.to_keys(),
         "row": None if result.timeline.period is None else row_of(result.timeline, given.get("memory_limit")),
@@ -856,15 +850,15 @@ def _check_search(seconds: float, work: int) -> None:
     refuse(*problems)
 
 
-def certificate(record: dict[str, Any]) -> str:
-    """What the search proved, in a sentence."""
-    units = Units(record["time_unit"] == "seconds")
-    bound = f"no schedule of this work has a {record['objective']} below {units.time(record['bound'])}"
-    bound += f" ({record['bound_reason']})"
-    if record["proved"]:
+def certificate(result: SearchResult) -> str:
+    """Return what the search proved, in a sentence."""
+    units = result.timeline.costs.units
+    bound = f"no schedule of this work has a {result.objective} below {units.time(result.bound.seconds)}"
+    bound += f" ({result.bound.because})"
+    if result.proved:
         return f"Proved optimal: {bound}, and this one takes exactly that."
-    gap = "unknown" if record["gap"] is None else f"at most {record['gap']:.2%}"
-    return f"Not proved: {bound}; this one takes {units.time(record['value'])}, so a better one can gain {gap}."
+    gap = f"at most {result.gap:.2%}" if isfinite(result.gap) else "unknown"
+    return f"Not proved: {bound}; this one takes {units.time(result.value)}, so a better one can gain {gap}."
 
 
 @contextmanager
@@ -897,8 +891,6 @@ def _interrupted_by(connection: Connection) -> Iterator[threading.Event]:
             listener.join()
         signal.signal(signal.SIGINT, before)
 
-
-# The requests by name, and what the page offers.
 
 REQUESTS: dict[str, Callable[[object], dict[str, Any]]] = {
     "compare": compare,

@@ -59,16 +59,15 @@ def lessons() -> dict[str, Lesson]:
     """All lessons by key, in their order."""
     with resources.as_file(resources.files("penstock.web").joinpath("lessons.toml")) as path:
         document: Any = read_keys(path)
-    return {entry["key"]: _lesson(entry) for entry in document["lesson"]}
-
-
-def _lesson(entry: dict[str, Any]) -> Lesson:
-    values: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()
-    }
     relative = {"time_unit": "units", "memory_unit": "activations"}
-    values["costs"] = Costs.from_keys(relative | entry.get("costs", {}), source="lessons.toml")
-    return Lesson(**values)
+    found = {}
+    for entry in document["lesson"]:
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()
+        }
+        values["costs"] = Costs.from_keys(relative | entry.get("costs", {}), source="lessons.toml")
+        found[entry["key"]] = Lesson(**values)
+    return found
 
 
 def lesson_catalogue(_: object = None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import webbrowser
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,7 @@ from penstock.arguments import printable
 from penstock.errors import Parameter, PenstockError
 from penstock.view.html import drawing_script, style_sheet
 from penstock.web.answers import REQUESTS, catalogue
-from penstock.web.workers import LIMITS, Busy, Limit, Reply, TooLong, WorkerPool
-
-# Access: requests for another host or from another site are refused, and the page loads nothing else.
+from penstock.web.workers import LIMITS, Limit, Reply, WorkerPool
 
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 _HEADERS = {
@@ -62,9 +60,8 @@ class Access:
     def problem(self, headers: Headers) -> str | None:
         """Why a request is refused."""
         host = headers.get("host", "")
-        name = urlsplit(f"//{host}").hostname or ""
         public = {urlsplit(origin).netloc for origin in self.origins}
-        if self.loopback and name not in LOOPBACK and host not in public:
+        if self.loopback and urlsplit(f"//{host}").hostname not in LOOPBACK and host not in public:
             return f"this server is for {', '.join(sorted(LOOPBACK))} (asked for {host})"
         origin, fetched = headers.get("origin"), headers.get("sec-fetch-site") in ("cross-site", "same-site")
         other = origin is not None and origin not in self.origins and urlsplit(origin).netloc != host
@@ -95,14 +92,11 @@ class AccessMiddleware:
         await answer(scope, receive, send_with_headers)
 
 
-# The web server: the page, its scripts, and a route for every request of the API.
-
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _JSON = "application/json"
-_STATUS = {"error": 422, "memory": 413, "failure": 500}
+_STATUS = {"error": 422, "memory": 413, "failure": 500, "late": 503, "busy": 503}
 _UPLOADS = ("csv", "json")
 _STREAMED = ("pareto", "search")
-_BUSY = "too many requests at once; try again"
 
 
 def create_app(
@@ -119,7 +113,8 @@ def create_app(
 
     known = json.dumps(catalogue() | {"version": __version__, "read_only": read_only})
     folder = files("penstock.web").joinpath("page")
-    page = {name: folder.joinpath(name).read_text(encoding="utf-8") for name in page_files()}
+    served = (entry for entry in folder.iterdir() if entry.name.endswith(tuple(_TYPES)))
+    page = {entry.name: entry.read_text(encoding="utf-8") for entry in served}
     page |= {"timelines.js": f"export {drawing_script()}\n", "timelines.css": style_sheet()}
     routes = [Route("/", _static(page.pop("index.html"), ".html")), Route("/api/catalogue", _static(known, ""))]
     routes += [Route(f"/page/{name}", _static(text, Path(name).suffix)) for name, text in page.items()]
@@ -128,15 +123,8 @@ def create_app(
         endpoint = partial(api.stream if name in _STREAMED else api.answer, name)
         routes.append(Route(f"/api/{name}", endpoint, methods=["POST"]))
     middleware = [Middleware(AccessMiddleware, access=access or Access())]
-    handlers: dict[Any, Any] = {_Refused: _refusal}
+    handlers: dict[Any, Any] = {_Refused: _Refused.answer}
     return Starlette(routes=routes, lifespan=lifespan, middleware=middleware, exception_handlers=handlers)
-
-
-@cache
-def page_files() -> tuple[str, ...]:
-    """The names of the files of the page; nothing else is served."""
-    folder = files("penstock.web").joinpath("page")
-    return tuple(sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(tuple(_TYPES))))
 
 
 def _static(text: str, suffix: str) -> Callable[[Request], Awaitable[Response]]:
@@ -157,9 +145,9 @@ class _Refused(Exception):  # noqa: N818 -- an answer
     def __init__(self, status: int, message: str) -> None:
         self.response = _error(status, message)
 
-
-async def _refusal(_: Request, refused: _Refused) -> Response:
-    return refused.response
+    @staticmethod
+    async def answer(_: Request, refused: _Refused) -> Response:
+        return refused.response
 
 
 async def _document(request: Request, limit: Limit, *, read_only: bool) -> Any:  # noqa: ANN401 -- JSON
@@ -175,8 +163,11 @@ async def _document(request: Request, limit: Limit, *, read_only: bool) -> Any: 
         document = json.loads(bytes(body), parse_constant=_no_constant)
     except (ValueError, RecursionError):
         raise _Refused(400, "the request is not valid JSON") from None
-    if read_only and _has_files(document):
-        raise _Refused(403, "this playground is read-only: it takes no files")
+    if read_only and isinstance(document, dict):
+        given = document.get("schedules")
+        sources = [each for each in given if isinstance(each, dict)] if isinstance(given, list) else []
+        if "files" in document or any(key in source for source in sources for key in _UPLOADS):
+            raise _Refused(403, "this playground is read-only: it takes no files")
     return document
 
 
@@ -184,31 +175,22 @@ def _no_constant(name: str) -> None:
     raise ValueError(name)
 
 
-def _has_files(document: object) -> bool:
-    if not isinstance(document, dict):
-        return False
-    given = document.get("schedules")
-    sources = [each for each in given if isinstance(each, dict)] if isinstance(given, list) else []
-    return "files" in document or any(key in source for source in sources for key in _UPLOADS)
-
-
-def _message(reply: Reply) -> str:
-    if reply.kind == "memory":
-        return "this needs more memory than one request may use; make it smaller, or use the command line"
+def _message(name: str, reply: Reply) -> str:
+    """Return what the page says in place of a result."""
     if reply.kind == "failure":
         sys.stderr.write(reply.text)
-        return "an internal error; the server has printed it"
-    return reply.text
-
-
-def _late(limit: Limit) -> str:
-    return f"this takes more than {limit.seconds:g} s here; make it smaller, or use the command line"
+    smaller = "make it smaller, or use the command line"
+    return {
+        "error": reply.text,
+        "memory": f"this needs more memory than one request may use; {smaller}",
+        "failure": "an internal error; the server has printed it",
+        "late": f"this takes more than {LIMITS[name].seconds:g} s here; {smaller}",
+        "busy": "too many requests at once; try again",
+    }[reply.kind]
 
 
 @dataclass(frozen=True)
 class _Api:
-    """The endpoints of requests, each computed by a worker."""
-
     pool: WorkerPool
     read_only: bool
     searches: dict[str, asyncio.Event] = field(default_factory=dict)
@@ -216,8 +198,7 @@ class _Api:
 
     async def answer(self, name: str, request: Request) -> Response:
         """Answer at once, unless the client leaves."""
-        limit = LIMITS.get(name, Limit())
-        document = await _document(request, limit, read_only=self.read_only)
+        document = await _document(request, LIMITS[name], read_only=self.read_only)
         answering = asyncio.ensure_future(self.pool.ask(name, document))
         leaving = asyncio.ensure_future(_until_disconnected(request))
         try:
@@ -225,16 +206,12 @@ class _Api:
             if not answering.done():
                 return Response(status_code=499)  # nobody reads it
             reply = answering.result()
-        except TooLong:
-            return _error(503, _late(limit))
-        except Busy:
-            return _error(503, _BUSY)
         finally:
             leaving.cancel()
             answering.cancel()
         if reply.kind == "result":
             return Response(reply.text, media_type=_JSON)
-        return _error(_STATUS[reply.kind], _message(reply))
+        return _error(_STATUS[reply.kind], _message(name, reply))
 
     async def stream(self, name: str, request: Request) -> Response:
         """Answer with lines of JSON: progress, and at the end the result.
@@ -263,28 +240,17 @@ class _Api:
                 if reply.kind in ("result", "progress"):
                     yield f'{{"{reply.kind}":{reply.text}}}\n'
                 else:
-                    yield _error_line(_message(reply))
-        except TooLong:
-            yield _error_line(_late(LIMITS[name]))
-        except Busy:
-            yield _error_line(_BUSY)
+                    yield json.dumps({"error": _message(name, reply)}) + "\n"
         finally:
             if stop is not None:
                 self.searches.pop(key, None)
             await replies.aclose()  # type: ignore[attr-defined]  # an async generator
 
 
-def _error_line(message: str) -> str:
-    return json.dumps({"error": message}) + "\n"
-
-
 async def _until_disconnected(request: Request) -> None:
     """Wait until the client is gone; its body has been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-# Starts the server and opens the browser.
 
 
 def serve(
@@ -299,7 +265,8 @@ def serve(
     """Serve the playground until Ctrl-C; `on_ready` is called with its address."""
     public = frozenset(map(_origin, origins))
     listening = _listen(host, port)
-    url = _url(host, listening)
+    name = f"[{host}]" if ":" in host else host
+    url = f"http://{name}:{listening.getsockname()[1]}/"
     access = Access(loopback=host in LOOPBACK, origins=public)
     app = create_app(access, read_only=read_only)
 
@@ -317,11 +284,6 @@ def serve(
         pass
     finally:
         listening.close()
-
-
-def _url(host: str, listening: socket.socket) -> str:
-    name = f"[{host}]" if ":" in host else host
-    return f"http://{name}:{listening.getsockname()[1]}/"
 
 
 def _origin(url: str) -> str:

@@ -38,20 +38,12 @@ class Reply(NamedTuple):
     """A part of the answer of a worker: JSON text, or an error of the request."""
 
     kind: str
-    """`result`, `progress`, `error` (of the user), `memory`, `failure` (ours)."""
+    """`result`, `progress`, `error` (of the user), `memory`, `failure` (ours), `late`, `busy`."""
     text: str
 
     def send(self, connection: Connection) -> None:
         """Send it from the worker to the server."""
         connection.send_bytes("\n".join(self).encode())
-
-    @classmethod
-    def of_bytes(cls, sent: bytes) -> Reply:
-        """Return what `send` sent."""
-        return cls(*sent.decode().split("\n", 1))
-
-
-# A worker process: takes requests from a pipe, computes them within a memory limit, answers with JSON.
 
 
 class Limit(NamedTuple):
@@ -64,8 +56,7 @@ class Limit(NamedTuple):
     """Bytes of writable memory that the worker may add to what it has when the request begins."""
 
 
-LIMITS = {
-    "compare": Limit(),
+LIMITS = dict.fromkeys(REQUESTS, Limit()) | {
     "edit": Limit(10.0),
     "robustness": Limit(30.0),
     "pareto": Limit(30.0),
@@ -99,7 +90,7 @@ def _reply_to(connection: Connection, name: str, document: object) -> Reply:
         Reply("progress", text).send(connection)
 
     try:
-        limit_memory(LIMITS.get(name, Limit()).memory)
+        limit_memory(LIMITS[name].memory)
         if name == "search":
             result = live_search(document, connection, report)
         elif name == "pareto":
@@ -155,6 +146,17 @@ def compile_search() -> None:
     compile_kernels()
 
 
+async def _wait(task: asyncio.Future[Any], stop: asyncio.Event | None, seconds: float | None) -> None:
+    """Return when the task is done, `stop` is set, or after so many seconds."""
+    stopping = None if stop is None else asyncio.ensure_future(stop.wait())
+    try:
+        waited = [each for each in (task, stopping) if each is not None]
+        await asyncio.wait(waited, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        if stopping is not None:
+            stopping.cancel()
+
+
 class WarmUp:
     """The warm-up process, and those who wait for its end."""
 
@@ -170,13 +172,7 @@ class WarmUp:
 
     async def wait(self, stop: asyncio.Event | None, seconds: float | None = None) -> None:
         """Return when the process has ended, `stop` is set, or after so many seconds."""
-        stopping = None if stop is None else asyncio.ensure_future(stop.wait())
-        try:
-            waited = [task for task in (self._ended, stopping) if task is not None]
-            await asyncio.wait(waited, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            if stopping is not None:
-                stopping.cancel()
+        await _wait(self._ended, stop, seconds)
 
     def close(self) -> None:
         """End the process."""
@@ -191,14 +187,6 @@ _SILENT_SECONDS = 0.5
 _COMPILING = json.dumps({"phase": "compiling the search, once after an installation"})
 _OUT_OF_MEMORY = (signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS) if os.name == "posix" else ()
 """Signals of the system's memory killer, and of machine code that gets no memory."""
-
-
-class Busy(Exception):  # noqa: N818 -- a state, not an error of the user
-    """Too many requests wait already."""
-
-
-class TooLong(Exception):  # noqa: N818 -- as above
-    """A request reached its deadline."""
 
 
 @dataclass(eq=False)
@@ -281,52 +269,46 @@ class WorkerPool:
             if stop is not None and stop.is_set():
                 yield Reply("error", STOPPED_EARLY)
                 return
-        limit = LIMITS.get(name, Limit())
-        worker = await self._acquire()
-        finished = False
+        if self._waiting >= self.most_waiting:
+            yield Reply("busy", "")
+            return
+        self._waiting += 1
         try:
-            await _in_thread(worker.connection.send_bytes, json.dumps([name, document]).encode())
-            deadline = asyncio.get_running_loop().time() + limit.seconds
-            while not finished:
+            worker = await self._free.get()
+        finally:
+            self._waiting -= 1
+        reply = Reply("progress", "")
+        try:
+            await asyncio.to_thread(worker.connection.send_bytes, json.dumps([name, document]).encode())
+            deadline = asyncio.get_running_loop().time() + LIMITS[name].seconds
+            while reply.kind == "progress":
                 reply = await self._next(worker, deadline, stop)
-                finished = reply.kind != "progress"
                 yield reply
         finally:
-            self._release(worker, reusable=finished)
+            self._release(worker, reusable=reply.kind not in ("progress", "late"))
 
     async def _next(self, worker: _Worker, deadline: float, stop: asyncio.Event | None) -> Reply:
-        reading = asyncio.ensure_future(_in_thread(worker.connection.recv_bytes))
-        stopping = asyncio.ensure_future(stop.wait()) if stop is not None and not stop.is_set() else None
+        reading = asyncio.ensure_future(asyncio.to_thread(worker.connection.recv_bytes))
+        if stop is not None and stop.is_set():
+            stop = None  # the worker has been told
         try:
             while True:
                 left = deadline - asyncio.get_running_loop().time()
-                waited = [task for task in (reading, stopping) if task is not None]
-                done, _ = await asyncio.wait(waited, timeout=max(left, 0), return_when=asyncio.FIRST_COMPLETED)
-                if reading in done:
-                    return Reply.of_bytes(reading.result())
-                if not done:
-                    raise TooLong
+                await _wait(reading, stop, max(left, 0))
+                if reading.done():
+                    return Reply(*reading.result().decode().split("\n", 1))
+                if stop is None or not stop.is_set():
+                    return Reply("late", "")
                 worker.connection.send_bytes(b'["stop", null]')
-                stopping = None
+                stop = None
         except EOFError:
-            await _in_thread(worker.process.join, _EXIT_SECONDS)
+            await asyncio.to_thread(worker.process.join, _EXIT_SECONDS)
             return exit_reply(worker.process.exitcode)
         finally:
-            if stopping is not None:
-                stopping.cancel()
             if not reading.done():
                 worker.process.kill()  # ends the read
                 with suppress(Exception):
                     await asyncio.shield(reading)
-
-    async def _acquire(self) -> _Worker:
-        if self._waiting >= self.most_waiting:
-            raise Busy
-        self._waiting += 1
-        try:
-            return await self._free.get()
-        finally:
-            self._waiting -= 1
 
     def _release(self, worker: _Worker, *, reusable: bool) -> None:
         if worker not in self._all:
@@ -344,7 +326,3 @@ def exit_reply(code: int | None) -> Reply:
         return Reply("memory", "")
     how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
     return Reply("failure", f"a worker process of the playground ended with {how}\n")
-
-
-async def _in_thread(function: Any, *arguments: Any) -> Any:  # noqa: ANN401 -- passed on
-    return await asyncio.get_running_loop().run_in_executor(None, function, *arguments)
