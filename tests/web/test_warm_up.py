@@ -58,6 +58,21 @@ def test_a_search_that_is_stopped_during_the_warm_up_ends_at_once(monkeypatch: p
     _with_held_warm_up(monkeypatch, check)
 
 
+def test_a_search_that_is_stopped_between_two_reports_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"ranks": 4, "microbatches": 16, "stages_per_rank": 2, "placement": "v", "live_limit": 3}
+
+    async def check(pool: WorkerPool, held: _Held) -> None:
+        held.released.set()
+        stop = asyncio.Event()
+        replies = pool.stream("search", sizes | {"seconds": 100}, stop)
+        assert (await anext(replies)).kind == "progress"
+        stop.set()
+        last = [reply async for reply in replies][-1]
+        assert json.loads(last.text)["interrupted"]
+
+    _with_held_warm_up(monkeypatch, check)
+
+
 def test_the_warm_up_is_a_process_that_ends() -> None:
     async def check() -> None:
         pool = WorkerPool(size=1)

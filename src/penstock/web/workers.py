@@ -193,6 +193,8 @@ _OUT_OF_MEMORY = (signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)
 class _Worker:
     process: BaseProcess
     connection: Connection
+    is_stopping: bool = False
+    """Whether its search was told to stop."""
 
     def kill(self) -> None:
         self.process.kill()
@@ -277,7 +279,7 @@ class WorkerPool:
             worker = await self._free.get()
         finally:
             self._waiting -= 1
-        reply = Reply("progress", "")
+        reply, worker.is_stopping = Reply("progress", ""), False
         try:
             await asyncio.to_thread(worker.connection.send_bytes, json.dumps([name, document]).encode())
             deadline = asyncio.get_running_loop().time() + LIMITS[name].seconds
@@ -289,18 +291,17 @@ class WorkerPool:
 
     async def _next(self, worker: _Worker, deadline: float, stop: asyncio.Event | None) -> Reply:
         reading = asyncio.ensure_future(asyncio.to_thread(worker.connection.recv_bytes))
-        if stop is not None and stop.is_set():
-            stop = None  # the worker has been told
         try:
             while True:
                 left = deadline - asyncio.get_running_loop().time()
-                await _wait(reading, stop, max(left, 0))
+                stopping = None if worker.is_stopping else stop
+                await _wait(reading, stopping, max(left, 0))
                 if reading.done():
                     return Reply(*reading.result().decode().split("\n", 1))
-                if stop is None or not stop.is_set():
+                if stopping is None or not stopping.is_set():
                     return Reply("late", "")
                 worker.connection.send_bytes(b'["stop", null]')
-                stop = None
+                worker.is_stopping = True
         except EOFError:
             await asyncio.to_thread(worker.process.join, _EXIT_SECONDS)
             return exit_reply(worker.process.exitcode)
