@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Literal
 
@@ -62,23 +63,18 @@ class Wait:
         return not self.message.kind.is_send
 
 
-def _find_waits(states: Mapping[int, RankState], schedule: Schedule) -> dict[int, Wait]:
-    """Return the wait of each rank that waits for a message of the schedule."""
-    found = {rank: _wait(state, states, schedule) for rank, state in states.items() if state.awaits}
-    return {rank: wait for rank, wait in found.items() if wait is not None}
-
-
 def _wait(state: RankState, states: Mapping[int, RankState], schedule: Schedule) -> Wait | None:
+    """Return the wait of a rank, if it waits for a message of the schedule."""
     try:
         message = parse_action(state.awaits)
     except ActionError:
         return None
     if not isinstance(message, Action) or message.kind.peer is None:
         return None
-    hosts = schedule.placement.stage_to_rank
-    if not 0 <= message.other_end < len(hosts):
+    rank_of_stage = schedule.placement.stage_to_rank
+    if not 0 <= message.other_end < len(rank_of_stage):
         return None
-    peer = hosts[message.other_end]
+    peer = rank_of_stage[message.other_end]
     counterpart = Action(message.kind.peer, message.other_end, message.microbatch, message.stage)
     where, position = _where(state, states.get(peer), counterpart)
     return Wait(state.rank, message, peer, counterpart, position, where)
@@ -106,19 +102,14 @@ def _where(state: RankState, peer: RankState | None, counterpart: Action) -> tup
 
 def _reference(states: Sequence[RankState], given: Schedule | None) -> tuple[Schedule, list[Message]]:
     """The schedule that the ranks are compared with: that of most ranks, the given one if they run it."""
-    counts = Counter(state.schedule for state in states if state.mode != "eval") or Counter(
-        state.schedule for state in states
-    )
-    if not counts:
-        assert given is not None, "records need a schedule to be aligned with"
-        return message_orders(given)[0], []
+    training = [state for state in states if state.mode != "eval"]
+    counts = Counter(state.schedule for state in training or states)
     ranked = sorted(counts, key=lambda schedule: -counts[schedule])
-    if given is None or all(state.mode == "eval" for state in states):
+    if given is None or not training:
         tied = len(ranked) > 1 and counts[ranked[0]] == counts[ranked[1]]
         text = "the ranks run different schedules: give the schedule of this run as "
         return ranked[0], [Message(text, Parameter("schedule"))] * tied
-    same = [schedule for schedule in ranked if _is_same(schedule, given)]
-    if same:
+    if same := [schedule for schedule in ranked if _is_same(schedule, given)]:
         return same[0], []
     if len(ranked) > 1:
         return message_orders(given)[0], []
@@ -177,14 +168,12 @@ def _first_difference(schedule: Schedule, meant: Schedule, rank: int | None = No
     """The first step that differs, in the list of this rank if it differs there."""
     if _sizes(schedule) != _sizes(meant):
         return f"it has {_sizes(schedule)}, and not {_sizes(meant)}"
-    plain, expected = (_plain(schedule), _plain(meant))
-    order = [rank] if rank is not None else []
-    for each in [*order, *range(schedule.num_ranks)]:
-        own, other = (list(map(str, one.ranks[each])) for one in (plain, expected))
-        for number in range(max(len(own), len(other))):
-            texts = [row[number] if number < len(row) else "the end" for row in (own, other)]
-            if texts[0] != texts[1]:
-                return f"rank {each}, step {number}: {texts[0]} instead of {texts[1]}"
+    own, expected = _plain(schedule).ranks, _plain(meant).ranks
+    for each in [*([] if rank is None else [rank]), *range(schedule.num_ranks)]:
+        actions = zip_longest(own[each], expected[each], fillvalue="the end")
+        for number, (found, wanted) in enumerate(actions):
+            if found != wanted:
+                return f"rank {each}, step {number}: {found} instead of {wanted}"
     return "only in sharding or memory actions"
 
 
@@ -347,35 +336,31 @@ def diagnose(evidence: PipelineEvidence, given: Schedule | None = None) -> Diagn
     """Find the culprit; `given` is the schedule that all ranks were meant to run."""
     states = {state.rank: state for state in evidence.states}
     reference, notes = _reference(evidence.states, given)
-    waits = _find_waits(states, reference)
-    findings = [*_exceptions(states), *_other_schedules(states, reference, evidence.differences)]
+    found = {rank: _wait(state, states, reference) for rank, state in states.items() if state.awaits}
+    waits = {rank: wait for rank, wait in found.items() if wait is not None}
+    findings = [
+        Finding("exception", (rank,), f"in {state.action or state.mode}: {state.error}")
+        for rank, state in states.items()
+        if state.is_origin and state.error
+    ]
+    findings += [Finding("another-schedule", (rank,), text) for rank, text in evidence.differences.items()]
+    others = (
+        _difference(state, reference) for rank, state in states.items() if rank not in evidence.differences
+    )
+    findings += [each for each in others if each is not None]
     findings += (network := _unreached(states, evidence.members))
     apart = {rank for finding in network for rank in finding.ranks}
     for finding in _ends_of_waits(states, waits, evidence.members):
         if finding.kind not in ("skipped-send", "transfer") or not apart.issuperset(finding.ranks):
             findings.append(finding)
-    findings += _without_state(states, evidence.members, findings)
+    named = {rank for finding in findings for rank in finding.ranks}
+    silent = [rank for rank in range(len(evidence.members)) if rank not in states and rank not in named]
+    findings += [_missing(rank, states, evidence.members, None) for rank in silent]
     order = list(KINDS)
     findings.sort(key=lambda finding: order.index(finding.kind))
     once = {(finding.kind, finding.ranks): finding for finding in reversed(findings)}
     kept = tuple(reversed(once.values()))
     return Diagnosis(evidence.members, reference, states, waits, kept, tuple(notes))
-
-
-def _exceptions(states: Mapping[int, RankState]) -> list[Finding]:
-    return [
-        Finding("exception", (rank,), f"in {state.action or state.mode}: {state.error}")
-        for rank, state in states.items()
-        if state.is_origin and state.error
-    ]
-
-
-def _other_schedules(
-    states: Mapping[int, RankState], reference: Schedule, known: Mapping[int, str]
-) -> list[Finding]:
-    findings = [Finding("another-schedule", (rank,), text) for rank, text in known.items()]
-    differences = (_difference(state, reference) for rank, state in states.items() if rank not in known)
-    return findings + [each for each in differences if each is not None]
 
 
 def _unreached(states: Mapping[int, RankState], members: Sequence[int]) -> list[Finding]:
@@ -515,15 +500,6 @@ def _missing(rank: int, states: Mapping[int, RankState], members: Sequence[int],
         return Finding(kind, (rank,), f"it left no state, and rank {observer} says: {lost.text}{waiting}")
     text = "its process was killed or is stopped, or it was not asked for its state"
     return Finding("no-state", (rank,), f"{text}{waiting}")
-
-
-def _without_state(
-    states: Mapping[int, RankState], members: Sequence[int], findings: Sequence[Finding]
-) -> list[Finding]:
-    """The ranks without a state that no finding names yet."""
-    named = {rank for finding in findings for rank in finding.ranks}
-    missing = [rank for rank in range(len(members)) if rank not in states and rank not in named]
-    return [_missing(rank, states, members, None) for rank in missing]
 
 
 def _cycle(ranks: Sequence[int], waits: Mapping[int, Wait]) -> Finding:

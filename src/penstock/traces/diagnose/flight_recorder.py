@@ -107,8 +107,11 @@ class Operation:
     """`scheduled`, `started` or `completed`."""
     tensors: tuple[str, ...]
     """Such as `Float [2, 8]`."""
-    number: int
-    """The place among all operations of the process since its start."""
+
+    @property
+    def code(self) -> int:
+        """A number for the peer and the direction."""
+        return 2 * self.peer + self.is_send
 
     def __str__(self) -> str:
         return f"send to rank {self.peer}" if self.is_send else f"receive from rank {self.peer}"
@@ -186,14 +189,12 @@ class _Reader:
         if not isinstance(entry, dict):
             self.problems.append(f"{where}: expected an object")
             return
-        name, state, number = (entry.get(key) for key in ("profiling_name", "state", "record_id"))
+        name, state = entry.get("profiling_name"), entry.get("state")
         match = _NAME.fullmatch(name) if isinstance(name, str) else None
         if match is None:
             self.problems.append(f"{where}: {_shown(name)} is not an operation such as nccl:send 0->1")
         if state not in _STATES:
             self.problems.append(f"{where}: state {_shown(state)} is not one of {', '.join(_STATES)}")
-        if type(number) is not int or number < 0:
-            self.problems.append(f"{where}: record_id {_shown(number)} is not a number")
         if match is None or self.problems:
             return
         group = entry.get("process_group")
@@ -224,7 +225,7 @@ class _Reader:
         if tensors is None:
             self.problems.append(f"{where}: {kind}_sizes and {kind}_dtypes are not lists of sizes and types")
             return
-        self.operations.append(Operation(is_send, ranks[peer], entry["state"], tensors, entry["record_id"]))
+        self.operations.append(Operation(is_send, ranks[peer], entry["state"], tensors))
         self._launches.append(launch)
         self.used_groups.add(tuple(ranks))
 
@@ -280,22 +281,21 @@ def messages_at_use(schedule: Schedule) -> Schedule:
 def _with_messages(step: Step, schedule: Schedule, rank: int) -> Iterator[Step]:
     graph, rank_of = schedule.graph, schedule.placement.stage_to_rank
 
-    def messages(kind: Kind, part: Action, stages: tuple[int, ...]) -> Iterator[Action]:
-        for other in stages:
-            if rank_of[other] != rank:
-                yield Action(kind, part.stage, part.microbatch, other)
+    def messages(forward: Kind, backward: Kind, *, sent: bool) -> Iterator[Action]:
+        for part in step.parts:
+            if part.kind in (Kind.F, Kind.B, Kind.I):
+                is_forward = part.kind is Kind.F
+                stages = graph.outputs(part.stage) if is_forward is sent else graph.inputs(part.stage)
+                kind = forward if is_forward else backward
+                yield from (
+                    Action(kind, part.stage, part.microbatch, other)
+                    for other in stages
+                    if rank_of[other] != rank
+                )
 
-    for part in step.parts:
-        if part.kind is Kind.F:
-            yield from messages(Kind.RECV_F, part, graph.inputs(part.stage))
-        if part.kind in (Kind.B, Kind.I):
-            yield from messages(Kind.RECV_B, part, graph.outputs(part.stage))
+    yield from messages(Kind.RECV_F, Kind.RECV_B, sent=False)
     yield step
-    for part in step.parts:
-        if part.kind is Kind.F:
-            yield from messages(Kind.SEND_F, part, graph.outputs(part.stage))
-        if part.kind in (Kind.B, Kind.I):
-            yield from messages(Kind.SEND_B, part, graph.inputs(part.stage))
+    yield from messages(Kind.SEND_F, Kind.SEND_B, sent=True)
 
 
 # Finds where in a schedule the sends and receives of flight records are: records become states of ranks.
@@ -397,22 +397,18 @@ def _aligned(records: Sequence[FlightRecord], members: tuple[int, ...], schedule
 
 
 def _messages(schedule: Schedule, members: tuple[int, ...], rank: int) -> list[_Message]:
-    hosts = schedule.placement.stage_to_rank
+    rank_of_stage = schedule.placement.stage_to_rank
     return [
-        _Message(position, part, members[hosts[part.other_end]])
+        _Message(position, part, members[rank_of_stage[part.other_end]])
         for position, step in enumerate(schedule.ranks[rank])
         for part in step.parts
         if part.kind.is_communication
     ]
 
 
-def _code(operation: Operation) -> int:
-    return 2 * operation.peer + operation.is_send
-
-
 def _fit(record: FlightRecord, messages: Sequence[_Message]) -> _Fit:
     """The place where most operations at the end of the record fit the list, repeated step by step."""
-    found = np.array([_code(operation) for operation in record.operations], dtype=np.int64)[::-1]
+    found = np.array([operation.code for operation in record.operations], dtype=np.int64)[::-1]
     best = _Fit(0, at_start=False, last=0, tensors=1)
     for tensors in range(1, _MAX_TENSORS + 1):
         pattern = np.repeat(np.array([message.code for message in messages], dtype=np.int64), tensors)
@@ -439,7 +435,7 @@ def _is_complete(fit: _Fit, record: FlightRecord, messages: Sequence[_Message]) 
         return True
     split = len(record.operations) - fit.matched
     before, since = (
-        {(_code(operation), operation.tensors) for operation in part}
+        {(operation.code, operation.tensors) for operation in part}
         for part in (record.operations[:split], record.operations[split:])
     )
     return fit.at_start and fit.matched > 0 and not before & since
@@ -448,7 +444,7 @@ def _is_complete(fit: _Fit, record: FlightRecord, messages: Sequence[_Message]) 
 def _difference(record: FlightRecord, messages: Sequence[_Message]) -> str:
     """The first operation that is not the list's, counted from the beginning of the step that fits best."""
     pattern = [message.code for message in messages]
-    codes = [_code(operation) for operation in record.operations]
+    codes = [operation.code for operation in record.operations]
     best, start = 0, 0
     for begin in range(len(codes)):
         pairs = zip(codes[begin:], pattern, strict=False)
@@ -466,16 +462,15 @@ def _located(state: RankState, record: FlightRecord, messages: Sequence[_Message
     length = len(messages) * fit.tensors
     tail = record.operations[len(record.operations) - fit.matched :]
     first = fit.last - len(tail) + 1  # the number of the first of them, from the start of the current step
-    pending = next((n for n, each in enumerate(tail) if each.state != "completed"), None)
-    place = fit.last + 1 if pending is None else first + pending
-    step = place // length if pending is not None else (place - 1) // length
-    begin = step * length
+    pending = next((n for n, each in enumerate(tail, first) if each.state != "completed"), None)
+    place = fit.last + 1 if pending is None else pending
+    begin = (fit.last if pending is None else pending) // length * length
     index = (place - begin) // fit.tensors
-    if pending is None:
+    if pending is not None:
+        position, awaits = messages[index].position, str(messages[index].action)
+    else:
         position = messages[index - 1].position + 1 if index < len(messages) else len(state.steps)
         awaits = ""
-    else:
-        position, awaits = messages[index].position, str(messages[index].action)
     collective = Wait(WaitKind.COLLECTIVE, f"the collective {record.collective}") if record.collective else None
     return replace(
         state,
@@ -508,23 +503,20 @@ def _same_steps(states: Sequence[RankState], unknown: set[int]) -> list[RankStat
         found[state.rank] = replace(state, step_number=step)
         left.sort(key=lambda each: not any(_shared(each, other) for other in found.values()))
     lowest = min((state.step_number for state in found.values()), default=0)
-    numbers = {rank: state.step_number - lowest for rank, state in found.items()}
-    return [
-        replace(found[state.rank], step_number=numbers[state.rank], call_number=numbers[state.rank])
-        if state.rank in found
-        else state
-        for state in states
-    ]
+    for rank, state in found.items():
+        number = state.step_number - lowest
+        found[rank] = replace(state, step_number=number, call_number=number)
+    return [found.get(state.rank, state) for state in states]
 
 
 def _passed(state: RankState) -> dict[tuple[int, int, bool], tuple[int, int]]:
     """Per channel (from rank, to rank, gradients): the messages passed in this step, and all of a step."""
-    hosts = state.schedule.placement.stage_to_rank
+    rank_of_stage = state.schedule.placement.stage_to_rank
     counts: dict[tuple[int, int, bool], tuple[int, int]] = {}
     for position, step in enumerate(state.schedule.ranks[state.rank]):
         for part in step.parts:
             if part.kind.is_communication:
-                ends = hosts[part.stage], hosts[part.other_end]
+                ends = rank_of_stage[part.stage], rank_of_stage[part.other_end]
                 here, there = ends if part.kind.is_send else ends[::-1]
                 key = here, there, part.kind.spec.value == "gradient"
                 passed, total = counts.get(key, (0, 0))

@@ -175,21 +175,14 @@ def dump_state(state: RankState) -> str:
 
 def load_state(document: Mapping[str, Any], source: str) -> RankState:
     """The state in a parsed JSON object; `source` names it in error messages."""
-    problems = [
-        f"{key}: missing; expected {words}" for key, (_, words) in _FIELDS.items() if key not in document
-    ]
-    problems += [
-        f"{printable(str(key))}: unknown key"
-        for key in document
-        if key not in _FIELDS and key not in ("format", "version", "schedule")
-    ]
-    problems += [
-        f"{key}: expected {words}"
-        for key, (accepts, words) in _FIELDS.items()
-        if key in document and not accepts(document[key])
-    ]
-    if document.get("version") != _VERSION:
-        problems.insert(0, f"version: expected {_VERSION}")
+    problems = [] if document.get("version") == _VERSION else [f"version: expected {_VERSION}"]
+    unknown = document.keys() - _FIELDS.keys() - {"format", "version", "schedule"}
+    problems += [f"{printable(str(key))}: unknown key" for key in document if key in unknown]
+    for key, (accepts, words) in _FIELDS.items():
+        if key not in document:
+            problems.append(f"{key}: missing; expected {words}")
+        elif not accepts(document[key]):
+            problems.append(f"{key}: expected {words}")
     if problems:
         raise FormatError(source, problems)
     schedule = reads(json.dumps(document.get("schedule")), "json", source=f"{source}: schedule")
@@ -200,8 +193,8 @@ def load_state(document: Mapping[str, Any], source: str) -> RankState:
     for key in ("messages", "stacks"):
         values[key] = {name: tuple(texts) for name, texts in values[key].items()}
     if values["world_rank"] not in values["members"] or len(values["members"]) != schedule.num_ranks:
-        expected = f"{plural(schedule.num_ranks, 'rank')} as in the schedule"
-        problem = f"members: expected {expected}, and world_rank among them"
+        ranks = plural(schedule.num_ranks, "rank")
+        problem = f"members: expected {ranks} as in the schedule, and world_rank among them"
         raise FormatError(source, [problem])
     return RankState(schedule=schedule, source=source, **values)
 
@@ -214,22 +207,22 @@ def _is_number(value: object, least: int = 0) -> bool:
     return type(value) is int and least <= value <= MAX_ID
 
 
+def _is_flag(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_object(value: object, **checks: Callable[[Any], bool]) -> bool:
+    """Whether this is an object with exactly these keys, and each value passes its check."""
+    fits = isinstance(value, dict) and value.keys() == checks.keys()
+    return fits and all(check(value[key]) for key, check in checks.items())  # type: ignore[index]
+
+
 def _is_wait(value: object) -> bool:
-    return value is None or (
-        isinstance(value, dict)
-        and value.keys() == {"kind", "what", "peer"}
-        and value["kind"] in list(WaitKind)
-        and _is_text(value["what"])
-        and (value["peer"] is None or _is_number(value["peer"]))
-    )
-
-
-def _is_lost(value: object) -> bool:
-    return (
-        isinstance(value, dict)
-        and value.keys() == {"is_silent", "text"}
-        and isinstance(value["is_silent"], bool)
-        and _is_text(value["text"])
+    return value is None or _is_object(
+        value,
+        kind=lambda kind: kind in list(WaitKind),
+        what=_is_text,
+        peer=lambda peer: peer is None or _is_number(peer),
     )
 
 
@@ -237,12 +230,16 @@ def _is_rank(key: str) -> bool:
     return key.isascii() and key.isdecimal() and len(key) < 9
 
 
-def _is_texts(value: object) -> bool:
-    return isinstance(value, list) and all(map(_is_text, value))
+def _is_lost(value: object) -> bool:
+    return isinstance(value, dict) and all(
+        _is_rank(rank) and _is_object(lost, is_silent=_is_flag, text=_is_text) for rank, lost in value.items()
+    )
 
 
 def _is_table(value: object) -> bool:
-    return isinstance(value, dict) and all(map(_is_texts, value.values()))
+    return isinstance(value, dict) and all(
+        isinstance(texts, list) and all(map(_is_text, texts)) for texts in value.values()
+    )
 
 
 _TEXT = (_is_text, f"a text of at most {_LONGEST} characters")
@@ -260,11 +257,8 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "awaits": _TEXT,
     "waiting_for": (_is_wait, "null, or an object with kind, what and peer"),
     "error": _TEXT,
-    "is_origin": (lambda x: isinstance(x, bool), "true or false"),
-    "lost": (
-        lambda x: isinstance(x, dict) and all(_is_rank(k) and _is_lost(v) for k, v in x.items()),
-        "objects with is_silent and text by world rank",
-    ),
+    "is_origin": (_is_flag, "true or false"),
+    "lost": (_is_lost, "objects with is_silent and text by world rank"),
     "messages": (_is_table, "lists of texts by action"),
     "stacks": (_is_table, "lists of texts by thread"),
     "runtime": _TEXT,

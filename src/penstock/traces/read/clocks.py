@@ -11,8 +11,6 @@ from penstock.ir.encoding import Floats, Ints
 from penstock.ir.schedule import Schedule
 from penstock.traces.read.rank_trace import Recorded
 
-# One clock for all ranks: offsets between their clocks, from messages in both directions.
-#
 # A message arrives after it was sent. So if clock b is ahead of clock a by x, and a message from a to b was
 # sent at A and received at B, then x <= B - A; a message from b to a bounds x from below. Bounds of different
 # pairs add up along paths, and the shortest paths are the tightest bounds. The middle between the two bounds
@@ -53,7 +51,9 @@ def align_clocks(bounds: Floats, hosts: Sequence[str]) -> ClockAlignment:
     Infinite where there is no message. Ranks with the same host name have one clock, unless that contradicts
     the messages.
     """
-    distances = _closed(_with_hosts(bounds, hosts))
+    names = np.array(hosts)
+    one_clock = (names[:, None] == names[None, :]) & (names != "")[None, :]
+    distances = _closed(np.where(one_clock, np.minimum(bounds, 0.0), bounds))
     if _contradict(distances):
         hosts = [""] * len(hosts)
         distances = _closed(bounds)
@@ -62,25 +62,12 @@ def align_clocks(bounds: Floats, hosts: Sequence[str]) -> ClockAlignment:
         residual = _least_relaxation(bounds)
         distances = _closed(bounds + residual)
     ahead, behind = distances[0], distances[:, 0]
-    offsets = np.where(np.isinf(ahead) & np.isinf(behind), 0.0, _middle(ahead, behind))
+    limits = np.stack([ahead, -behind])
+    known = np.isfinite(limits)
+    offsets = np.where(known, limits, 0.0).sum(axis=0) / np.maximum(known.sum(axis=0), 1)  # their middle
     uncertainty = np.maximum(ahead + behind, 0.0) / 2
     shared = len(set(hosts)) == 1 and hosts[0] != ""
     return ClockAlignment(tuple(offsets.tolist()), tuple(uncertainty.tolist()), residual, shared)
-
-
-def _middle(ahead: Floats, behind: Floats) -> Floats:
-    """The middle between -behind and ahead; the finite one if the other is not."""
-    low, high = np.where(np.isinf(behind), ahead, -behind), np.where(np.isinf(ahead), -behind, ahead)
-    with np.errstate(invalid="ignore"):
-        middle: Floats = (low + high) / 2
-    return middle
-
-
-def _with_hosts(bounds: Floats, hosts: Sequence[str]) -> Floats:
-    """The bounds, and an offset of 0 between ranks of one host."""
-    names = np.array(hosts)
-    same = (names[:, None] == names[None, :]) & (names != "")[None, :]
-    return np.where(same, np.minimum(bounds, 0.0), bounds)
 
 
 def _closed(bounds: Floats) -> Floats:
@@ -106,8 +93,6 @@ def _least_relaxation(bounds: Floats) -> float:
     return high
 
 
-# One clock for all steps of a run: offsets and drift of the ranks' clocks, from the messages of each step.
-#
 # A clock that runs faster than another is ahead by more in every step. So the offsets of each step by itself
 # are fitted by a line over time; its slope is the drift, if it is certain. The times are freed of it, and the
 # offsets that are left are those of all messages together.
@@ -131,7 +116,7 @@ def align_steps(
     single = [align_clocks(each, hosts) for each in bounds]
     offsets = np.array([each.offsets for each in single])
     offsets[np.isinf([each.uncertainty for each in single])] = np.nan
-    starts = np.array([_starts(*each) for each in zip(schedules, times)])
+    starts = np.array([each[schedule.table.slot_bounds[:-1], 0] for schedule, each in zip(schedules, times)])
     drift = drift_of(offsets, starts[:, 0] / 1e9)
     ranks = [schedule.table.rank for schedule in schedules]
     if drift.any():
@@ -179,9 +164,3 @@ def _bounds(schedule: Schedule, times: Ints, rows: Rows) -> Floats:
     ends = schedule.messages.source[number], schedule.messages.target[number]
     np.minimum.at(bounds, ends, (received - sent) / 1e9)
     return bounds
-
-
-def _starts(schedule: Schedule, times: Ints) -> Ints:
-    """Per rank: when its list begins, on its own clock."""
-    starts: Ints = times[schedule.table.slot_bounds[:-1], 0]
-    return starts

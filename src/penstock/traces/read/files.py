@@ -1,4 +1,4 @@
-"""Bytes of a trace: files or streams, plain or gzip, and their trace events one by one."""
+"""Bytes of a trace: files or streams, plain or gzip, in chunks of text, and their trace events one by one."""
 
 from __future__ import annotations
 
@@ -8,18 +8,12 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, Any, NoReturn, TypeAlias, cast
 
 from penstock.arguments import plural, printable
 from penstock.errors import TraceError
-
-# Bytes of a trace: a path or an open file, plain or compressed with gzip, read in chunks of text.
-#
-# What reads a trace never needs the whole file: it asks for the next chunk, and a function that is called after
-# each chunk can show how far it is.
-
 
 TraceSource: TypeAlias = str | os.PathLike[str] | IO[bytes] | IO[str]
 """A path, or a file that is open for reading."""
@@ -45,12 +39,8 @@ def size_of(source: TraceSource) -> int:
 @contextmanager
 def open_chunks(source: TraceSource, on_read: OnRead | None = None) -> Iterator[Iterator[str]]:
     """The text of a source, chunk by chunk; a path is closed at the end, an open file is left open."""
-    report = on_read or (lambda _: None)
-    if isinstance(source, str | os.PathLike):
-        with Path(source).open("rb") as file:
-            yield _text(file, name_of(source), report)
-    else:
-        yield _text(source, name_of(source), report)
+    with Path(source).open("rb") if isinstance(source, str | os.PathLike) else nullcontext(source) as file:
+        yield _text(file, name_of(source), on_read or (lambda _: None))
 
 
 def _text(file: IO[bytes] | IO[str], name: str, report: OnRead) -> Iterator[str]:
@@ -87,13 +77,9 @@ class _Counted:
     def __init__(self, file: IO[bytes], first: bytes, report: OnRead) -> None:
         self._file, self._first, self._report = file, first, report
 
-    def read(self, size: int = -1) -> bytes:
-        """At most this many bytes."""
-        if self._first:
-            size = len(self._first) if size < 0 else size
-            data, self._first = self._first[:size], self._first[size:]
-        else:
-            data = self._file.read(size)
+    def read(self, size: int) -> bytes:
+        data, self._first = self._first[:size], self._first[size:]
+        data = data or self._file.read(size)
         self._report(len(data))
         return data
 
@@ -127,66 +113,56 @@ class EventStream:
 
     def __iter__(self) -> Iterator[Any]:
         opening = self._next_sign()
-        if opening == "[":
-            self._at += 1
-            yield from self._array(may_be_open=True)
-        elif opening == "{":
-            self._at += 1
-            yield from self._object()
-        elif not opening:
+        if not opening:
             raise TraceError([f"{self._name}: the file is empty"])
-        else:
+        if opening not in "{[":
             self._fail("a trace begins with { or [")
+        yield from self._array(may_be_open=True) if opening == "[" else self._object()
         if self._next_sign():
             self._fail("text after the end of the trace")
 
     # --- structure -----------------------------------------------------------------------------------
 
     def _object(self) -> Iterator[Any]:
-        if self._next_sign() == "}":
-            self._at += 1
-            return
-        while True:
+        for _ in self._places("}"):
             key = self._value()
             if not isinstance(key, str):
                 self._fail("a key in quotes is missing")
-            self._expect(":")
+            if self._next_sign() != ":":
+                self._fail("':' is missing")
+            self._at += 1
             if key == "traceEvents" and self._next_sign() == "[":
-                self._at += 1
                 yield from self._array()
-            else:
-                begin = self._before + self._at
-                value = self._value()
-                if self._before + self._at - begin <= _KEPT:
-                    self.header[key] = value
-            if self._separator("}"):
-                return
+                continue
+            begin = self._before + self._at
+            value = self._value()
+            if self._before + self._at - begin <= _KEPT:
+                self.header[key] = value
 
     def _array(self, *, may_be_open: bool = False) -> Iterator[Any]:
-        """The elements; a file that is only an array may end without `]`, as a stopped tracer leaves it."""
-        if self._next_sign() == "]":
+        for _ in self._places("]", may_be_open=may_be_open):
+            self.number += 1
+            yield self._value()
+
+    def _places(self, closing: str, *, may_be_open: bool = False) -> Iterator[None]:
+        """Pass the opening sign, commas and the closing sign, and yield where each element begins.
+
+        A file that is only an array may end without `]`, as a stopped tracer leaves it.
+        """
+        self._at += 1
+        if self._next_sign() == closing:
             self._at += 1
             return
         while self._next_sign() or not may_be_open:
-            self.number += 1
-            yield self._value()
-            if may_be_open and not self._next_sign():
+            yield
+            sign = self._next_sign()
+            if may_be_open and not sign:
                 return
-            if self._separator("]"):
+            if sign not in (",", closing):
+                self._fail(f"',' or '{closing}' is missing")
+            self._at += 1
+            if sign == closing:
                 return
-
-    def _separator(self, closing: str) -> bool:
-        """Pass a comma, or the closing sign: then true."""
-        sign = self._next_sign()
-        if sign not in (",", closing):
-            self._fail(f"',' or '{closing}' is missing")
-        self._at += 1
-        return sign == closing
-
-    def _expect(self, sign: str) -> None:
-        if self._next_sign() != sign:
-            self._fail(f"'{sign}' is missing")
-        self._at += 1
 
     # --- text ----------------------------------------------------------------------------------------
 

@@ -41,11 +41,6 @@ if TYPE_CHECKING:
     from penstock.search import OnProgress, SearchResult
 
 
-def _median_step(timelines: Sequence[Timeline]) -> int:
-    ordered = sorted(range(len(timelines)), key=lambda index: timelines[index].makespan)
-    return ordered[(len(ordered) - 1) // 2]
-
-
 @dataclass(frozen=True, eq=False)
 class MeasuredRun:
     """The complete steps of a run that was traced; `step` is the one that is shown."""
@@ -70,7 +65,8 @@ class MeasuredRun:
     @property
     def median_step(self) -> int:
         """The number of the step of median makespan."""
-        return _median_step(self.timelines)
+        ordered = sorted(range(len(self.timelines)), key=lambda number: self.timelines[number].makespan)
+        return ordered[(len(ordered) - 1) // 2]
 
     @property
     def schedule(self) -> Schedule:
@@ -204,7 +200,6 @@ def _in_order(traces: list[RankTrace]) -> list[RankTrace]:
 
 
 def _assemble(traces: list[RankTrace], step: int | None, graph: StageGraph | None) -> MeasuredRun:
-    """The run of one pipeline."""
     _require_one_pipeline(traces)
     steps = _matched_steps(traces)
     if step is not None and not 0 <= step < len(steps):
@@ -219,8 +214,8 @@ def _assemble(traces: list[RankTrace], step: int | None, graph: StageGraph | Non
         seconds.append(np.maximum(aligned - starts[-1], 0) / 1e9)
     period = (starts[-1] - starts[0]) / 1e9 / (len(starts) - 1) if len(starts) > 1 else None
     timelines = tuple(measured_timeline(*each, Costs(), period) for each in zip(schedules, seconds))
-    chosen = _median_step(timelines) if step is None else step
-    return MeasuredRun(timelines, chosen, clocks, tuple(trace.source for trace in traces))
+    run = MeasuredRun(timelines, step or 0, clocks, tuple(trace.source for trace in traces))
+    return run if step is not None else replace(run, step=run.median_step)
 
 
 def _require_one_pipeline(traces: Sequence[RankTrace]) -> None:
