@@ -29,7 +29,7 @@ from penstock.simulation.calibration import errors_by_kind
 from penstock.simulation.gaps import gaps
 from penstock.simulation.timeline import Timeline
 from penstock.traces.read.clocks import ClockAlignment
-from penstock.traces.read.files import open_chunks, size_of
+from penstock.traces.read.files import size_of
 from penstock.traces.read.measured_run import MeasuredRun
 from penstock.traces.read.measured_run import read_trace as read_run
 from penstock.traces.read.megatron_timers import MegatronTimers, is_megatron_log, read_megatron_timers
@@ -248,7 +248,7 @@ def read_trace(
         require_suffix(path, _SUFFIXES)
     if search < 0:
         raise typer.BadParameter(f"--search is a number of seconds, from 0 (given {search:g})")
-    if len(files) == 1 and _is_log(files[0]):
+    if len(files) == 1 and is_megatron_log(files[0]):
         sizes = (ranks, microbatches, stages_per_rank)
         show_timers(files[0], sizes, outputs, as_json=as_json)
         return
@@ -266,11 +266,6 @@ def read_trace(
     for path in outputs:
         write_bytes(_content(run, found, path), path)
     say_written(*outputs, as_json=as_json)
-
-
-def _is_log(path: Path) -> bool:
-    with open_chunks(path) as chunks:
-        return is_megatron_log(next(chunks, ""))
 
 
 def _search(run: MeasuredRun, seconds: float) -> SearchResult | None:

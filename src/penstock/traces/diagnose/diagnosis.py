@@ -35,9 +35,6 @@ from penstock.traces.diagnose.flight_recorder import (
 )
 from penstock.traces.diagnose.rank_state import STATE_FORMAT, RankState, load_state
 
-# Who waits for whom: the message that each rank waits for, and where the rank at its other end is.
-
-
 Peer = Literal["missing", "behind", "on its way", "there", "passed", "not in its list"]
 """Where the rank at the other end is: it has no state, it has not begun the step, it has not reached the other
 end of the message, it is at it, it is past it, or its list does not have it."""
@@ -97,7 +94,8 @@ def _where(state: RankState, peer: RankState | None, counterpart: Action) -> tup
     return ("passed" if peer.position > position else "on its way"), position
 
 
-# Which ranks run another schedule: the schedule in each rank's state, compared with the one that was meant.
+_PLAIN_KINDS = [kind for kind in Kind if kind.is_communication or kind in PASS_KINDS]
+"""Only computation and messages."""
 
 
 def _reference(states: Sequence[RankState], given: Schedule | None) -> tuple[Schedule, list[Message]]:
@@ -139,22 +137,19 @@ def _like(schedule: Schedule, other: Schedule) -> Schedule:
     """The schedule with messages if the other has them, without if not; sharding is left out."""
     if other.table.has_communication:
         orders = message_orders(schedule)
-        return min(orders, key=lambda order: sum(a != b for a, b in zip(order.ranks, _plain(other).ranks)))
+        return min(
+            orders, key=lambda order: sum(a != b for a, b in zip(order.ranks, other.only(_PLAIN_KINDS).ranks))
+        )
     return schedule.only(PASS_KINDS)
-
-
-def _plain(schedule: Schedule) -> Schedule:
-    """Only computation and messages."""
-    return schedule.only([kind for kind in Kind if kind.is_communication or kind in PASS_KINDS])
 
 
 def _is_same(schedule: Schedule, other: Schedule) -> bool:
     """Whether two schedules are equal, apart from what only one of them has: messages, and sharding."""
     if _sizes(schedule) != _sizes(other):
         return False
-    if schedule.table.has_communication and other.table.has_communication:
-        return _plain(schedule) == _plain(other)
-    return schedule.only(PASS_KINDS) == other.only(PASS_KINDS)
+    both = schedule.table.has_communication and other.table.has_communication
+    kinds = _PLAIN_KINDS if both else PASS_KINDS
+    return schedule.only(kinds) == other.only(kinds)
 
 
 def _sizes(schedule: Schedule) -> str:
@@ -168,7 +163,7 @@ def _first_difference(schedule: Schedule, meant: Schedule, rank: int | None = No
     """The first step that differs, in the list of this rank if it differs there."""
     if _sizes(schedule) != _sizes(meant):
         return f"it has {_sizes(schedule)}, and not {_sizes(meant)}"
-    own, expected = _plain(schedule).ranks, _plain(meant).ranks
+    own, expected = (each.only(_PLAIN_KINDS).ranks for each in (schedule, meant))
     for each in [*([] if rank is None else [rank]), *range(schedule.num_ranks)]:
         actions = zip_longest(own[each], expected[each], fillvalue="the end")
         for number, (found, wanted) in enumerate(actions):
@@ -275,7 +270,7 @@ def _pipelines(states: Sequence[RankState], notes: list[str]) -> tuple[PipelineE
 KINDS = {
     "exception": "raised an exception",
     "another-schedule": "runs another schedule",
-    "network": "does not reach another rank",
+    "network": "do not reach each other",
     "skipped-send": "skipped a send",
     "shape-mismatch": "sends or expects a tensor of another shape",
     "died": "has died",
@@ -284,8 +279,8 @@ KINDS = {
     "never-arrived": "has not arrived",
     "computing": "is still in an action",
     "collective": "waits in a collective",
-    "transfer": "is in a transfer that does not end",
-    "deadlock": "waits in a cycle",
+    "transfer": "are in a transfer that does not end",
+    "deadlock": "wait for each other",
 }
 """What a culprit did, from the strongest evidence to the weakest."""
 
@@ -299,18 +294,10 @@ class Finding:
     message: str
 
     def __str__(self) -> str:
-        name = "rank" if len(self.ranks) == 1 else "ranks"
-        verb = KINDS[self.kind] if len(self.ranks) == 1 else _PLURAL.get(self.kind, KINDS[self.kind])
-        return f"{name} {' and '.join(map(str, self.ranks))} {verb}"
-
-
-_PLURAL = {
-    "another-schedule": "run another schedule",
-    "network": "do not reach each other",
-    "shape-mismatch": "disagree about the shape of a tensor",
-    "transfer": "are in a transfer that does not end",
-    "deadlock": "wait for each other",
-}
+        if len(self.ranks) == 1:
+            return f"rank {self.ranks[0]} {KINDS[self.kind]}"
+        several = "disagree about the shape of a tensor" if self.kind == "shape-mismatch" else KINDS[self.kind]
+        return f"ranks {' and '.join(map(str, self.ranks))} {several}"
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,6 @@ class _Reader:
         """The process group and the number of the launch of each operation."""
 
     def read_groups(self, config: object) -> None:
-        """Read the world ranks of each process group."""
         if not isinstance(config, dict):
             self.problems.append("pg_config: expected an object with the process groups")
             return

@@ -285,11 +285,7 @@ RankStep = list[Recorded]
 
 
 def _renumbered(traces: Sequence[RankTrace]) -> list[RankTrace]:
-    """The traces with stages and microbatches of each step, where they name none.
-
-    In 1F1B the first rank has no live activation only between two steps, so its actions tell the number of
-    microbatches of a step.
-    """
+    """Return the traces with stages and microbatches of each step, where they name none."""
     through = [trace for trace in traces if trace.numbered_through]
     if through and len(through) < len(traces):
         named = next(trace.source for trace in traces if not trace.numbered_through)
@@ -302,7 +298,7 @@ def _renumbered(traces: Sequence[RankTrace]) -> list[RankTrace]:
 
 
 def _microbatches(first: RankTrace) -> int:
-    """How many there are in most steps."""
+    """Return how many there are in most steps: the first rank has no live activation only between two steps."""
     live = list(accumulate(1 if each.action.kind is Kind.F else -1 for each in first.recorded))
     ends = [index for index, count in enumerate(live) if count == 0]
     lengths = Counter((end - before) // 2 for before, end in zip([-1, *ends], ends))
@@ -310,11 +306,7 @@ def _microbatches(first: RankTrace) -> int:
 
 
 def _numbered(recorded: RankStep, stage: int, microbatches: int) -> RankStep:
-    """The actions on this stage.
-
-    If `microbatches` is given, they are numbered from 0 in each step; a step that is cut at the beginning is
-    left out.
-    """
+    """Number microbatches from 0 in each step, if their number is given; leave out a step that was cut."""
     cut = sum(each.action.kind is Kind.F for each in recorded) % microbatches if microbatches else 0
     found = []
     for each in recorded:

@@ -83,9 +83,10 @@ class MegatronTimers:
         return simulate(self.schedule, self.costs, with_period=True)
 
 
-def is_megatron_log(first: str) -> bool:
-    """Whether a text that begins so is a log and not JSON."""
-    return first.lstrip("\ufeff \t\r\n")[:1] not in ("{", "[", "")
+def is_megatron_log(source: TraceSource) -> bool:
+    """Return whether a source is a text that is not JSON."""
+    with open_chunks(source) as chunks:
+        return next(chunks, "").lstrip("\ufeff \t\r\n")[:1] not in ("{", "[", "")
 
 
 def read_megatron_timers(

@@ -227,33 +227,29 @@ class _Run(NamedTuple):
 
 
 class _Operators:
-    """The operators of one thread: kind, start, end and sequence number of each, as columns."""
+    """The operators of one thread: kind, start, end and sequence number of each, in one array of integers."""
 
     def __init__(self) -> None:
-        self._columns = [array("q") for _ in range(4)]
+        self._numbers = array("q")
         self._splits: list[int] = []
 
     def add(self, name: str, start: int, end: int, event: Event) -> None:
-        """Add an operator of the host."""
         kind = _MESSAGE if name in _MESSAGES else _BACKWARD if name.startswith(_EVALUATION) else _FORWARD
         if name == _SPLIT:
             self._splits.append(end)
         args = event.get("args")
         number = args.get("Sequence number") if isinstance(args, dict) else None
-        self._append(kind, start, end, number if type(number) is int and abs(number) < 1 << 62 else -1)
+        known = number if type(number) is int and abs(number) < 1 << 62 else -1
+        self._numbers.extend((kind, start, end, known))
 
     def add_wait(self, end: int) -> None:
-        """Add the end of a wait for a message."""
-        self._append(_MESSAGE, end, end, -1)
-
-    def _append(self, *values: int) -> None:
-        for column, value in zip(self._columns, values):
-            column.append(value)
+        self._numbers.extend((_MESSAGE, end, end, -1))
 
     @property
     def messages(self) -> tuple[int, int]:
         """How many operators are about messages, and how many there are."""
-        return self._columns[0].count(_MESSAGE), len(self._columns[0])
+        kinds = self._numbers[::4]
+        return kinds.count(_MESSAGE), len(kinds)
 
     def actions(self) -> list[Recorded]:
         """Return F and B in order; microbatches are numbered through all steps, in the order of forwards."""
@@ -264,9 +260,8 @@ class _Operators:
             if run.kind == _FORWARD
             for number in run.numbers[run.numbers >= 0]
         }
-        backward_of: dict[
-            int, tuple[int, int]
-        ] = {}  # by forward: the backward, and the operator it is known by
+        # by forward: the backward, and the operator it is known by
+        backward_of: dict[int, tuple[int, int]] = {}
         for index, run in enumerate(runs):
             known = [number for number in run.numbers.tolist() if number in owner]
             if run.kind == _BACKWARD and known:
@@ -292,7 +287,7 @@ class _Operators:
 
     def _runs(self) -> list[_Run]:
         """The runs in order, of operators that are not inside of others."""
-        columns = np.stack([np.array(column, dtype=np.int64) for column in self._columns])
+        columns: Ints = np.array(self._numbers, dtype=np.int64).reshape(-1, 4).T
         kind, start, end, _ = columns
         columns = columns[:, np.lexsort((-end, kind != _MESSAGE, start))]  # a wait ends before its use begins
         kind, start, end, _ = columns
@@ -329,8 +324,6 @@ Stream = tuple[Any, Any]
 
 @dataclass
 class _Ranges:
-    """Ranges by their name."""
-
     host: list[tuple[str, int, int]] = field(default_factory=list)
     device: dict[Stream, dict[str, list[Interval]]] = field(
         default_factory=lambda: defaultdict(lambda: defaultdict(list))
@@ -438,7 +431,6 @@ class KinetoRank(_EventReader):
         return [self._on_host(actions[name], start, end) for name, start, end in ranges.host]
 
     def _actions(self, ranges: _Ranges) -> dict[str, Step]:
-        """The action of each name."""
         actions: dict[str, Step] = {}
         problems = []
         for name in dict.fromkeys(name for name, _, _ in ranges.host):
