@@ -29,10 +29,12 @@ from functools import cache
 from hashlib import sha256
 from importlib import import_module
 from inspect import signature
+from itertools import chain
 from math import inf, isfinite
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -163,13 +165,14 @@ def _verdict(
 
     def compare(verdict: Verdict, file: Path) -> Verdict:
         results = ranks.run(_train_in_pipeline, source, schedule, steps, file)
-        errors = [each for each in results if each is not None]
+        found = [errors for errors in results if errors is not None]
+        losses, norms, gradients, parameters = (list(chain(*errors)) for errors in zip(*found))
         return replace(
             verdict,
-            loss=max(each.loss for each in errors),
-            norm=max(each.norm for each in errors),
-            gradient=_worst(each.gradient for each in errors),
-            parameter=_worst(each.parameter for each in errors),
+            loss=max(losses),
+            norm=max(norms),
+            gradient=max(gradients, default=None, key=_error_of),
+            parameter=max(parameters, default=None, key=_error_of),
         )
 
     whole_batch = train_reference(1)
@@ -227,21 +230,12 @@ def _cause(verdict: Verdict, reference: _Reference, *, equal_if_split: bool) -> 
 # --- training in a pipeline, on each rank ----------------------------------------------------------
 
 
-class _RankErrors(NamedTuple):
-    """The largest errors on one rank."""
-
-    loss: float
-    norm: float
-    gradient: Deviation | None
-    parameter: Deviation | None
+_Errors: TypeAlias = tuple[list[float], list[float], list[Deviation], list[Deviation]]
+"""Of one rank: of the losses and norms of all steps, of gradients, and of parameters."""
+_error_of = attrgetter("error")
 
 
-def _worst(deviations: Iterable[Deviation | None]) -> Deviation | None:
-    found = [each for each in deviations if each is not None]
-    return max(found, default=None, key=lambda each: each.error)
-
-
-def _train_in_pipeline(source: Source, schedule: Schedule, steps: int, file: Path) -> _RankErrors | None:
+def _train_in_pipeline(source: Source, schedule: Schedule, steps: int, file: Path) -> _Errors | None:
     """Train with a schedule and compare with the reference; None on a rank that the schedule does not use."""
     group = _first_ranks(schedule.num_ranks)
     if group is None:
@@ -282,7 +276,7 @@ def _train_in_pipeline(source: Source, schedule: Schedule, steps: int, file: Pat
     parameters = [
         Deviation(name, stage, steps, reference.error(steps, name, weight)) for stage, name, weight in weights
     ]
-    return _RankErrors(max(losses), max(norms), _worst(gradients), _worst(parameters))
+    return losses, norms, gradients, parameters
 
 
 @cache
@@ -459,7 +453,6 @@ class _UserModel:
         return {sink: values[sink] for sink in self.graph.sinks}
 
     def stages(self, graph: StageGraph) -> dict[int, nn.Module]:
-        """Return the stages of a pipeline."""
         if isinstance(self.model, nn.Module):
             if not graph.is_chain:
                 raise PipelineError(
@@ -495,7 +488,6 @@ class _UserModel:
 
     @property
     def rows(self) -> int | None:
-        """The number of rows of the batch."""
         return next((len(leaf) for leaf in self._leaves() if isinstance(leaf, Tensor) and leaf.dim()), None)
 
     @property

@@ -132,7 +132,6 @@ def _collect_state(optimizer: Optimizer, model: ModelNames, entries: dict[str, T
 
 
 def _join_headers(headers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Join the optimizer states of all ranks."""
     groups: list[dict[str, Any]] = []
     known: set[str] = set()
     for group in (group for header in headers for group in header["groups"]):
@@ -281,6 +280,7 @@ class OptimizerRestore:
         self._optimizer, self._stored, self._header = optimizer, stored, header["optimizer"]
         self._ties = [{name: tie for tie in header["ties"] for name in tie}, model.ties]
         self._state: dict[int, dict[str, Any]] = {}
+        self._parameters: list[Tensor] = []
         self._groups: list[dict[str, Any]] = []
         places = _places_of(model)
         self.problems = _unknown_parameters(optimizer, places)
@@ -301,10 +301,11 @@ class OptimizerRestore:
     def _plan(self, places: Mapping[int, Place]) -> None:
         """Find the state and the options of each parameter."""
         missing: list[str] = []
-        first = 0
         for number, group in enumerate(self._optimizer.param_groups):
             options: dict[str, Any] = {}
-            for position, parameter in enumerate(group["params"], first):
+            positions = range(len(self._parameters), len(self._parameters) + len(group["params"]))
+            self._parameters += group["params"]
+            for position, parameter in zip(positions, group["params"]):
                 _, name = places[id(parameter)]
                 names = (name, *(each for ties in self._ties for each in ties.get(name, ())))
                 source = next((each for each in names if each in self._options), None)
@@ -315,9 +316,7 @@ class OptimizerRestore:
                 options[source] = self._options[source]
                 if source in self._header["state"]:
                     self._state[position] = self._parameter_state(parameter, source)
-            end = first + len(group["params"])
-            self._groups.append({**self._group(group, number, options), "params": list(range(first, end))})
-            first = end
+            self._groups.append({**self._group(group, number, options), "params": list(positions)})
         if missing:
             self.problems.append(
                 "the checkpoint has no optimizer options for these parameters of the optimizer: "
@@ -327,9 +326,8 @@ class OptimizerRestore:
     def finish(self) -> None:
         """Load the state into the optimizer; the tensors have been read."""
         self._optimizer.load_state_dict({"state": self._state, "param_groups": self._groups})
-        every = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         for position, state in self._state.items():
-            present = self._optimizer.state[every[position]]
+            present = self._optimizer.state[self._parameters[position]]
             for key, value in state.items():
                 # load_state_dict casts all state to the dtype of the parameter, also where it was more precise
                 if isinstance(value, Tensor) and key in present and present[key].dtype != value.dtype:

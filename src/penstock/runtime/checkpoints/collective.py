@@ -5,7 +5,8 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
+from functools import partial
+from typing import Any, Protocol, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -17,7 +18,8 @@ from penstock.runtime.transport.transport_errors import TransportError, transpor
 
 T = TypeVar("T")
 
-_SHOWN = 20  # names in one message
+some = partial(arguments.some, most=20)
+"""Join the first names, and append the number of the others."""
 
 
 class RankError(Exception):
@@ -26,17 +28,6 @@ class RankError(Exception):
     def __init__(self, *problems: str) -> None:
         super().__init__("; ".join(problems))
         self.problems = problems
-
-
-class RankResults(NamedTuple, Generic[T]):
-    """The results of all ranks."""
-
-    values: Sequence[T | None]
-    """In the order of the ranks; None where it failed."""
-    problems: list[str]
-    """Of all ranks, each once."""
-    error: Exception | None
-    """The exception that was raised on this rank."""
 
 
 class Change(Protocol):
@@ -69,33 +60,32 @@ class Collective:
             raise CheckpointError(failure, [str(error)]) from None
         self.is_first, self.is_single = self.rank == 0, len(self.members) == 1
 
-    def gather(self, work: Callable[[], T]) -> RankResults[T]:
-        """Run `work` on every rank and gather results and problems; raise only if a rank is lost."""
-        gathered: list[Any] = [None] * len(self.members)
+    def _gather(self, work: Callable[[], T]) -> tuple[list[T | None], list[str], Exception | None]:
+        """Run `work` on every rank; return all results, the problems of all ranks, and what this rank raised.
+
+        The result of a rank where it failed is None. Raises only if a rank is lost.
+        """
         raised: Exception | None = None
         try:
             result: tuple[T | None, Sequence[str]] = work(), ()
-            pickled = b"" if self.is_single else pickle.dumps(result)
+            if not self.is_single:
+                pickle.dumps(result)  # raises here and not in the collective, where the other ranks would wait
         except RankError as error:
             result = None, error.problems
-            pickled = pickle.dumps(result)
         except Exception as error:  # noqa: BLE001 -- the other ranks wait, whatever the error is
             raised, result = error, (None, [f"rank {self.rank}: {type(error).__name__}: {error}"])
-            pickled = pickle.dumps(result)
-        if self.is_single:
-            gathered = [result]
-        else:
+        gathered: list[Any] = [result] * len(self.members)
+        if not self.is_single:
             with self.transport():
-                dist.all_gather_object(gathered, pickled, group=self.group)
-            gathered = [pickle.loads(each) for each in gathered]  # noqa: S301 -- from the ranks of this job
+                dist.all_gather_object(gathered, result, group=self.group)
         every = dict.fromkeys(each for _, found in gathered for each in found)
-        return RankResults([value for value, _ in gathered], list(every), raised)
+        return [value for value, _ in gathered], list(every), raised
 
     def run(self, work: Callable[[], T]) -> list[T]:
         """Run `work` on every rank and return all results; a failure on any rank is raised on every rank."""
-        results = self.gather(work)
-        self.raise_problems(results.problems, results.error)
-        return [cast("T", value) for value in results.values]
+        results, problems, error = self._gather(work)
+        self.raise_problems(problems, error)
+        return cast("list[T]", results)
 
     def run_on_first(self, work: Callable[[], object]) -> None:
         """Run `work` on the first rank while the others wait."""
@@ -114,16 +104,16 @@ class Collective:
             prepared.append(prepare())
             return prepared[0].problems, prepared[0].used
 
-        results = self.gather(check)
-        checked = [value for value in results.values if value is not None]
-        problems = [*results.problems, *(problem for found, _ in checked for problem in found)]
-        if prepared and len(checked) == len(results.values):
+        results, problems, error = self._gather(check)
+        checked = [result for result in results if result is not None]
+        problems += [problem for found, _ in checked for problem in found]
+        if prepared and len(checked) == len(results):
             problems += prepared[0].unused([used for _, used in checked])
-        self.raise_problems(problems, results.error)
-        applied = self.gather(prepared[0].apply)
-        if applied.problems:
-            partial = "the model may have been changed in part: load other weights before it is used"
-            self.raise_problems([*applied.problems, partial], applied.error)
+        self.raise_problems(problems, error)
+        _, problems, error = self._gather(prepared[0].apply)
+        if problems:
+            problems.append("the model may have been changed in part: load other weights before it is used")
+        self.raise_problems(problems, error)
         return prepared[0]
 
     def raise_problems(self, problems: Sequence[str], cause: Exception | None = None) -> None:
@@ -141,8 +131,3 @@ class Collective:
             lost = describe_lost_ranks(self.members)
             problem = f"rank {self.rank} lost the connection to another rank: {error}"
             raise CheckpointError(self.failure, [lost or problem]) from error
-
-
-def some(names: Sequence[object]) -> str:
-    """Join the first names, and append the number of the others."""
-    return arguments.some(names, _SHOWN)

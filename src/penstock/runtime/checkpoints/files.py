@@ -14,7 +14,6 @@ fastest checksum of the standard library (docs/checkpoints.md).
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
@@ -43,7 +42,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from penstock.errors import CheckpointError
 from penstock.runtime.checkpoints.atomic_directory import DATA_SUFFIX, INDEX_FILE
 from penstock.runtime.checkpoints.collective import Collective, RankError, some
-from penstock.runtime.torch_internals.distributed import stored_part
+from penstock.runtime.torch_internals.distributed import file_part, stored_part
 
 BLOCK = 8 << 20
 """Bytes of a data file with one checksum; a part of the format."""
@@ -111,8 +110,8 @@ def write(directory: Path, entries: Mapping[str, Tensor], header: object, ranks:
         own, _ = error.failures.get(ranks.rank, (None, None))
         if own is not None and not isinstance(own, Exception):  # such as KeyboardInterrupt
             raise own from None
-        failures = [(rank, cause) for rank, (cause, _) in sorted(error.failures.items())]
-        problems = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, cause in failures]
+        failures = sorted(error.failures.items())
+        problems = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in failures]
         raise CheckpointError(ranks.failure, problems) from own
     gathered = ranks.run(lambda: {name: stream.checksums for name, stream in writer.streams.items()})
     files = {name: known for each in gathered for name, known in each.items()}
@@ -485,7 +484,7 @@ def _archive_problems(directory: Path, parts: Iterable[StoredPart]) -> Iterator[
     for each in parts:
         why = ""
         with (directory / each.file).open("rb") as file:
-            archive = io.BufferedReader(_FilePart(file, each.start, each.length))
+            archive = file_part(file, each.start, each.length)
             try:
                 found = torch.load(archive, map_location="meta", weights_only=True)
                 if not isinstance(found, Tensor) or (found.dtype, found.shape) != (each.dtype, each.sizes):
@@ -494,31 +493,3 @@ def _archive_problems(directory: Path, parts: Iterable[StoredPart]) -> Iterator[
                 why = f"{type(error).__name__}: {error}"
         if why:
             yield f"its file {each.file} is damaged: {each.key!r} cannot be read ({why})"
-
-
-class _FilePart(io.RawIOBase):
-    """A part of a file as a file."""
-
-    def __init__(self, file: IO[bytes], offset: int, length: int) -> None:
-        self._file, self._offset, self._length, self._position = file, offset, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
-        if start + position < 0:
-            raise ValueError("a position is before the beginning")
-        self._position = start + position
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        left = max(0, self._length - self._position)
-        self._file.seek(self._offset + self._position)
-        data = self._file.read(min(left, len(buffer)))
-        buffer[: len(data)] = data
-        self._position += len(data)
-        return len(data)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from penstock.arguments import install_command
 from penstock.errors import MissingExtraError
+from penstock.formats.files import write_text
 from penstock.runtime.checkpoints.atomic_directory import fsync_directory
 from penstock.runtime.checkpoints.collective import Collective, RankError, some
 from penstock.runtime.checkpoints.names import ModelNames, describe, names_of_model
@@ -120,10 +121,7 @@ def _commit(directory: Path, sizes: Mapping[str, Mapping[str, int]]) -> None:
         total = sum(size for file_sizes in sizes.values() for size in file_sizes.values())
         file_of = {name: file for file, file_sizes in sizes.items() for name in file_sizes}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
-        with (unfinished / INDEX_FILE).open("w", encoding="utf-8") as written:
-            json.dump(index, written, indent=2)
-            written.flush()
-            os.fsync(written.fileno())
+        write_text(json.dumps(index, indent=2), unfinished / INDEX_FILE)
         names.append(INDEX_FILE)
     for name in names:
         (unfinished / name).rename(directory / name)
@@ -219,8 +217,7 @@ def _read_index(directory: Path) -> dict[str, Path]:
     names = sorted(set(files.values()))
     outside = [name for name in names if Path(name).name != name]
     missing = [name for name in names if name not in outside and not (directory / name).is_file()]
-    problems = [f"{INDEX_FILE} names files in other directories: {some(outside)}"] if outside else []
-    problems += [f"{INDEX_FILE} names files that are missing: {some(missing)}"] if missing else []
-    if problems:
+    wrong = {"in other directories": outside, "that are missing": missing}
+    if problems := [f"{INDEX_FILE} names files {why}: {some(found)}" for why, found in wrong.items() if found]:
         raise RankError(*problems)
     return {name: directory / file for name, file in files.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -44,7 +44,12 @@ def materialize(stage: nn.Module, device: torch.device | str = "cpu") -> nn.Modu
     meta_names = {name for name, tensor in _named_tensors(stage) if tensor.is_meta}
     before = dict(stage.named_parameters())
     _allocate(stage, device)
-    _remember_replaced(before, dict(stage.named_parameters()))
+    after = dict(stage.named_parameters())
+    for name, parameter in before.items():
+        if after.get(name) is not parameter:
+            _replaced[parameter] = name
+    if _replaced:
+        _hook_optimizers()
     versions = {name: version(tensor) for name, tensor in _named_tensors(stage)}
     initialize = _initialize_transformers if is_pretrained(stage) else _reset_parameters
     with torch.no_grad():
@@ -138,14 +143,6 @@ def _owners_of_tied_weights(stage: nn.Module, meta_names: set[str]) -> Iterator[
 
 # An optimizer that was created before `materialize` holds parameters that never get a gradient, and raises at
 # its first step.
-
-
-def _remember_replaced(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
-    for name, parameter in before.items():
-        if after.get(name) is not parameter:
-            _replaced[parameter] = name
-    if _replaced:
-        _hook_optimizers()
 
 
 @cache

@@ -17,7 +17,6 @@ from __future__ import annotations
 import operator
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Any
 
 from torch import nn
@@ -106,9 +105,11 @@ class _TracedModel:
         self._stage |= {node: self._last for node in self._nodes if node.op == "output"}
         self._same: dict[Node, Node] = {}
         """Per node that gets a buffer: the node that stands for all of that buffer, placed at its first use."""
-        buffers = [n for n in self._nodes if n.op == "get_attr" and n.target not in parameters]
-        for _, same in groupby(sorted(buffers, key=lambda node: str(node.target)), lambda node: node.target):
-            nodes = list(same)
+        buffers: dict[Any, list[Node]] = {}
+        for node in self._nodes:
+            if node.op == "get_attr" and node.target not in parameters:
+                buffers.setdefault(node.target, []).append(node)
+        for nodes in buffers.values():
             self._same |= dict.fromkeys(nodes, nodes[0])
             users = [self._stage[user] for node in nodes for user in node.users]
             self._stage[nodes[0]] = min(users, default=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,11 @@ stored_part: Callable[[str, int, int], Any] = CHECKPOINTS.name(
     "torch.distributed.checkpoint.filesystem._StorageInfo"
 )
 """Return where a tensor is stored: file, offset and length."""
+
+file_part: Callable[[IO[bytes], int, int], IO[bytes]] = CHECKPOINTS.name(
+    "torch.distributed.checkpoint.utils._create_file_view"
+)
+"""Return a part of a file, from an offset and with a length, as a file."""
 
 
 def is_masked_partial(placement: object) -> bool:
