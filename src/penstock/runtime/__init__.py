@@ -21,7 +21,8 @@ from penstock.runtime.failure import report
 from penstock.runtime.failure.process_detector import current_detector
 from penstock.runtime.grad_scaler import GradScaler
 from penstock.runtime.local_ranks import LocalRanks
-from penstock.runtime.models import materialize, split
+from penstock.runtime.models.materialize import materialize
+from penstock.runtime.models.partition import split
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.session.step_runner import StepResult
 from penstock.runtime.states.torch_runtime import label_actions, record_state

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from penstock.ir.schedule import Schedule
 from penstock.planning.layout import even_layout
-from penstock.runtime.models import split
+from penstock.runtime.models.partition import split
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.training_log import TrainingLog
 from penstock.simulation.timeline import Timeline
