@@ -17,7 +17,7 @@ tied weight, the first stage's values are stored.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from penstock.runtime.checkpoints.atomic_directory import AtomicDirectory
 from penstock.runtime.checkpoints.collective import Collective, RankError, some
-from penstock.runtime.checkpoints.names import ModelNames, Place, describe, names_of_model
+from penstock.runtime.checkpoints.names import ModelNames, Place, describe, names_of_model, unused_problems
 from penstock.runtime.dtensors import is_dtensor
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.transport.process_groups import Group
@@ -242,17 +242,14 @@ class _CheckpointLoad:
         """Return the problems with what no rank reads; the optimizer state may be left out as a whole."""
         if len({each.index_checksum for each in used}) > 1:
             return ["the ranks read different checkpoints; every rank must see the same file system"]
-        problems = []
-        if left := _left_out(self._names, [each.model for each in used]):
-            problems.append(f"the checkpoint has names that no rank's model has: {some(left)}")
+        problems = unused_problems(
+            "the checkpoint has names that no rank's model has", self._names, [each.model for each in used]
+        )
         optimizers = [each.optimizer for each in used if each.optimizer is not None]
         if optimizers and self._header["optimizer"] is not None:
             trained = [name for group in self._header["optimizer"]["groups"] for name in group["names"]]
-            if left := _left_out(trained, optimizers):
-                problems.append(
-                    "the checkpoint has optimizer options for parameters that no rank's optimizer has: "
-                    f"{some(left)}"
-                )
+            text = "the checkpoint has optimizer options for parameters that no rank's optimizer has"
+            problems += unused_problems(text, trained, optimizers)
         return problems
 
     def apply(self) -> None:
@@ -260,11 +257,6 @@ class _CheckpointLoad:
         self._stored.read(self._wanted)
         if self._optimizer is not None:
             self._optimizer.finish()
-
-
-def _left_out(names: Iterable[str], used: Iterable[set[str]]) -> list[str]:
-    every = set().union(*used)
-    return [name for name in names if name not in every]
 
 
 class OptimizerRestore:

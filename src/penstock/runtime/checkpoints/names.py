@@ -62,6 +62,13 @@ class ModelNames:
         return matched
 
 
+def unused_problems(problem: str, stored: Iterable[str], used: Iterable[set[str]]) -> list[str]:
+    """Return the problem with the stored names that no rank uses, if there are any."""
+    every = set().union(*used)
+    unused = [name for name in stored if name not in every]
+    return [f"{problem}: {some(unused)}"] if unused else []
+
+
 def names_of_model(model: Pipeline | nn.Module, ranks: Collective) -> ModelNames:
     """Find the tensors of this rank and the names of all ranks; problems on any rank are raised on all."""
     tensors: dict[Place, Tensor] = {}

@@ -21,7 +21,7 @@ from penstock.errors import MissingExtraError
 from penstock.formats.files import write_text
 from penstock.runtime.checkpoints.atomic_directory import fsync_directory
 from penstock.runtime.checkpoints.collective import Collective, RankError, some
-from penstock.runtime.checkpoints.names import ModelNames, describe, names_of_model
+from penstock.runtime.checkpoints.names import ModelNames, describe, names_of_model, unused_problems
 from penstock.runtime.dtensors import is_dtensor, whole
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.torch_internals.distributed import local_slices
@@ -159,8 +159,7 @@ class _WeightImport:
 
     def unused(self, used: Sequence[set[str]]) -> list[str]:
         """Return the problem of names that no rank reads."""
-        left = [name for name in self._file_of if not any(name in each for each in used)]
-        return [f"the files have names that no rank's model has: {some(left)}"] if left else []
+        return unused_problems("the files have names that no rank's model has", self._file_of, used)
 
     def apply(self) -> None:
         """Read the weights into the model."""

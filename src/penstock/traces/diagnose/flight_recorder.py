@@ -334,11 +334,6 @@ class _Fit:
     last: int
     tensors: int
 
-    @property
-    def score(self) -> tuple[int, bool, int]:
-        """Which of two fits is better."""
-        return self.matched, self.at_start, -self.tensors
-
 
 @dataclass(frozen=True)
 class PipelineEvidence:
@@ -418,7 +413,7 @@ def _fit(record: FlightRecord, messages: Sequence[_Message]) -> _Fit:
             differs = np.flatnonzero(expected != found)
             matched = int(differs[0]) if len(differs) else len(found)
             fit = _Fit(matched, (last - matched + 1) % len(pattern) == 0, last, tensors)
-            best = max(best, fit, key=lambda each: each.score)
+            best = max(best, fit, key=lambda each: (each.matched, each.at_start, -each.tensors))
         if best.matched == len(found):
             break
     return best
