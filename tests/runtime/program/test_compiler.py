@@ -63,7 +63,7 @@ def test_actions_become_waits_releases_and_calls() -> None:
     compile_program(verified, 0, context_of(log)).run()
     assert log == [
         "stage.forward(0)",
-        "stage.pop_output(0, 1)",
+        "stage.pop_value(0, 1)",
         "send.send(0)",
         "receive.post(0)",
         "check call of 1",
@@ -94,7 +94,7 @@ def test_a_long_queue_of_sends_is_limited() -> None:
     compile_program(verified, 0, context_of(log)).run()
     assert [line for line in log if line.startswith("send.limit")] == ["send.limit(0)", "send.limit(1)"]
     sent = log.index("send.send(8)")
-    assert log[sent - 2 : sent] == ["send.limit(0)", "stage.pop_output(8, 1)"]
+    assert log[sent - 2 : sent] == ["send.limit(0)", "stage.pop_value(8, 1)"]
 
 
 def test_an_action_waits_for_the_messages_of_all_its_edges() -> None:

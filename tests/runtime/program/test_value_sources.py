@@ -19,7 +19,7 @@ class Recording:
         self._log.append(f"{self._name} {args}")
         return FlatValue([], None, [], ())
 
-    take = take_output = take_input_gradient = _taken
+    take = take_value = _taken
 
 
 def sources_of_rank_1(log: list[str]) -> tuple[ValueSources, dict[int, Any]]:
@@ -51,6 +51,6 @@ def test_values_come_from_channels_and_from_stages_of_the_rank() -> None:
 def test_stages_that_use_the_same_value_share_one_receive() -> None:
     log: list[str] = []
     sources, _ = sources_of_rank_1(log)
-    first, second = sources._input(1, 0), sources._input(2, 0)
+    first, second = (sources._source(stage, (Kind.RECV_F, 1, 0)) for stage in (1, 2))
     assert (first(0), second(0)) == (FlatValue([], None, [], ()),) * 2
     assert log == ["RECV_F 1 0 (0,)"]

@@ -113,32 +113,31 @@ class ValueSources:
         self._shared: dict[ChannelKey, SharedValues] = {}
 
     def inputs(self, index: int) -> Source | None:
-        """The outputs of the stages that feed this one; None if it gets the batch."""
-        inputs = self._schedule.graph.inputs(index)
-        return one_source([self._input(index, other) for other in inputs], joined_inputs)
+        """Return the outputs of the stages that feed this one; None if it gets the batch."""
+        schedule = self._schedule
+        keys = [
+            (Kind.RECV_F, receiving_stage(schedule, other, index), other)
+            for other in schedule.graph.inputs(index)
+        ]
+        return one_source([self._source(index, key) for key in keys], joined_inputs)
 
     def gradients(self, index: int) -> Source | None:
-        """The gradients from the stages that this one feeds; None if it has a loss."""
-        outputs = self._schedule.graph.outputs(index)
-        return one_source([self._gradient(index, other) for other in outputs], joined_gradients)
+        """Return the gradients from the stages that this one feeds; None if it has a loss."""
+        keys = [(Kind.RECV_B, index, other) for other in self._schedule.graph.outputs(index)]
+        return one_source([self._source(index, key) for key in keys], joined_gradients)
 
     def receive_buffer_bytes(self) -> int:
         """Bytes of messages whose receive is posted and that a stage has still to use."""
         held = sum(channel.held_bytes for channel in self._receives.values())
         return held + sum(shared.held_bytes for shared in self._shared.values())
 
-    def _input(self, index: int, other: int) -> Source:
-        key = Kind.RECV_F, receiving_stage(self._schedule, other, index), other
+    def _source(self, index: int, key: ChannelKey) -> Source:
+        """Return where a stage gets a value from: a channel, which several may share, or another stage."""
+        kind, _, other = key
         if (channel := self._receives.get(key)) is None:
             stages = self.stages
-            return lambda microbatch: stages[other].take_output(microbatch, index)
+            return lambda microbatch: stages[other].take_value(microbatch, index)
         consumers = [stage for stage in self._schedule.graph.outputs(other) if stage in self._own]
-        if len(consumers) == 1:
+        if kind is Kind.RECV_B or len(consumers) == 1:
             return channel.take
         return partial(self._shared.setdefault(key, SharedValues(consumers, channel.take)).take, index)
-
-    def _gradient(self, index: int, other: int) -> Source:
-        if (channel := self._receives.get((Kind.RECV_B, index, other))) is not None:
-            return channel.take
-        stages = self.stages
-        return lambda microbatch: stages[other].take_input_gradient(microbatch, index)

@@ -230,8 +230,7 @@ def channel_key(message: Action) -> ChannelKey:
 
 def _send(context: ExecutionContext, action: Action) -> Callable[[int], None]:
     channel, stage = context.send_channels[channel_key(action)], context.stages[action.stage]
-    pop = stage.pop_output if action.kind is Kind.SEND_F else stage.pop_input_gradient
-    return lambda microbatch: channel.send(microbatch, *pop(microbatch, action.other_end))
+    return lambda microbatch: channel.send(microbatch, *stage.pop_value(microbatch, action.other_end))
 
 
 def _post(context: ExecutionContext, action: Action) -> Callable[[int], None]:
@@ -260,8 +259,8 @@ _RULES: Mapping[Kind, ActionRule] = {
     Kind.RESHARD: ActionRule(_shard_method("reshard")),
     Kind.REDUCE_GRAD: ActionRule(_reduce_gradients),
     Kind.RECOMPUTE: ActionRule(lambda context, action: context.stages[action.stage].recompute),
-    Kind.OFFLOAD: ActionRule(lambda context, action: context.stages[action.stage].memory.offload),
-    Kind.RELOAD: ActionRule(lambda context, action: context.stages[action.stage].memory.reload),
+    Kind.OFFLOAD: ActionRule(lambda context, action: context.stages[action.stage].offload),
+    Kind.RELOAD: ActionRule(lambda context, action: context.stages[action.stage].reload),
 }
 
 
@@ -323,7 +322,7 @@ def _limits(schedule: Schedule, rank: int, known: ReleasePoints, most_pending: i
     limits: dict[int, list[int]] = {}
     for send in sorted([*release_at, *known.at_end]):
         (action,) = steps[send].parts
-        queue = pending.setdefault((action.kind, action.stage, action.other_end), [])
+        queue = pending.setdefault(channel_key(action), [])
         queue[:] = [earlier for earlier in queue if release_at.get(earlier, send) >= send]
         if len(queue) == most_pending:
             limits[send] = [queue.pop(0)]
@@ -474,7 +473,7 @@ class _Compiler:
             run = partial(run, step.microbatch)
         if (function := self._context.functions.get(step.kind)) is None:
             return run
-        return partial(function, ActionCall(step, self._context.stages, run or _do_nothing))
+        return partial(function, ActionCall(step, self._context.stages, run or (lambda: None)))
 
     def _overlap(self, pair: Overlap) -> Work:
         """Return the call that runs a pair; it sets the progress to the part that runs."""
@@ -499,7 +498,3 @@ class _Compiler:
         self._progress.part = number
         if work is not None:
             work()
-
-
-def _do_nothing() -> None:
-    """Run an action that has nothing to do on this rank."""

@@ -20,7 +20,7 @@ from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
 from penstock.runtime.program.program import Program
 from penstock.runtime.session.connection import Connection
-from penstock.runtime.stage.memory import StageMemory
+from penstock.runtime.stage.stage import Stage
 from penstock.runtime.transport.buffer_pool import Buffer
 from penstock.runtime.transport.communicator import Communicator, ControlMessage, gather_arrays
 from penstock.runtime.transport.transport_errors import wait
@@ -180,7 +180,7 @@ class LiveBytes:
     """Counts what the stages of a rank hold for their backwards after each action of its list.
 
     Counted are the same things as in the simulated memory (`penstock.cost.memory`): what each microbatch holds
-    of its forward (`StageMemory.held_bytes`), and receive buffers from the posted receive on. The largest bytes
+    of its forward (`Stage.held_bytes`), and receive buffers from the posted receive on. The largest bytes
     of each stage become costs.
     """
 
@@ -194,37 +194,38 @@ class LiveBytes:
         """Yield what has to be called after each action of the list, with its index."""
         self._held.clear()
         self._levels.clear()
-        memories = {index: stage.memory for index, stage in connection.stages.items()}
+        stages = connection.stages
 
         def after(position: int) -> None:
             level = self._levels[-1] if self._levels else 0
             self._levels += [level] * (position - len(self._levels))  # actions without a call change nothing
             for part in program.steps[position].parts:
                 if part.microbatch is not None and not part.kind.is_communication:
-                    self._count(memories[part.stage], part.kind, part.stage, part.microbatch)
+                    self._count(stages[part.stage], part.kind, part.microbatch)
             self._levels.append(connection.receive_buffer_bytes() + sum(self._held.values()))
 
-        for memory in memories.values():
-            memory.counts_bytes = True
+        for stage in stages.values():
+            stage.counts_bytes = True
         try:
             yield after
         finally:
-            for memory in memories.values():
-                memory.counts_bytes = False
+            for stage in stages.values():
+                stage.counts_bytes = False
 
-    def _count(self, memory: StageMemory, kind: Kind, stage: int, microbatch: int) -> None:
-        before = self._held.get((stage, microbatch), 0)
-        held, inputs = memory.held_bytes(microbatch)
-        self._held[stage, microbatch] = held
-        if kind is Kind.F and memory.is_recomputed(microbatch):
-            self._note("checkpoint", stage, held)
+    def _count(self, stage: Stage, kind: Kind, microbatch: int) -> None:
+        index, recomputed = stage.index, stage.is_recomputed(microbatch)
+        before = self._held.get((index, microbatch), 0)
+        held, inputs = stage.held_bytes(microbatch)
+        self._held[index, microbatch] = held
+        if kind is Kind.F and recomputed:
+            self._note("checkpoint", index, held)
         elif kind in (Kind.F, Kind.RECOMPUTE):
-            self._note("activation", stage, held)
-            self._note("checkpoint", stage, inputs)
-        elif kind is Kind.OFFLOAD and not memory.is_recomputed(microbatch):
-            self._note("offloadable", stage, before - held)
+            self._note("activation", index, held)
+            self._note("checkpoint", index, inputs)
+        elif kind is Kind.OFFLOAD and not recomputed:
+            self._note("offloadable", index, before - held)
         elif kind is Kind.I:
-            self._note("after_input", stage, held)
+            self._note("after_input", index, held)
 
     def _note(self, name: str, stage: int, size: int) -> None:
         entry = stage, _NAMES.index(name)

@@ -1,4 +1,4 @@
-"""What a stage holds between F and backward: saved tensors, RECOMPUTE, OFFLOAD and RELOAD."""
+"""What a stage holds between F and backward: saved tensors, what RECOMPUTE needs, and what is on the host."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import tempfile
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
@@ -22,12 +21,10 @@ from penstock.errors import PipelineError
 from penstock.runtime.backward.deferral import LayerMode
 from penstock.runtime.data_parallel.replica_group import checksum
 from penstock.runtime.dtensors import Sharding, is_dtensor, local, sharding_of
-from penstock.runtime.pytree import flatten
-from penstock.runtime.stage.microbatch import LiveActivations, MicrobatchState, StageConfig, StepInputs
 from penstock.runtime.stage.values import is_plain, storage_references
 from penstock.runtime.torch_internals.autograd import storage_identity, version
 from penstock.runtime.torch_internals.modules import attributes_set, own_buffers
-from penstock.runtime.transport.buffer_pool import Buffer, BufferPool
+from penstock.runtime.transport.buffer_pool import Buffer
 from penstock.runtime.transport.channels import FlatValue
 
 
@@ -310,6 +307,10 @@ class KeptForward:
         self._buffers = {place: buffer.clone() for place, buffer in self._present.items()}
         self._results: list[int | str] = []
 
+    def hooks(self) -> saved_tensors_hooks:
+        """Return the hooks under which F drops what its graph would save."""
+        return saved_tensors_hooks(lambda _: None, _was_dropped)
+
     def keep_results(self, results: Iterable[Any]) -> None:
         """Keep what F has computed: RECOMPUTE must compute the same."""
         self._results = _checksums(results)
@@ -418,126 +419,15 @@ def _exchanged(modules: Sequence[nn.Module], buffers: Mapping[_Place, Any]) -> d
     return before
 
 
-_NO_HOOKS = nullcontext()
-
-
-class StageMemory:
-    """The microbatches of one stage: what each holds, and those that are recomputed or offloaded."""
-
-    def __init__(
-        self,
-        index: int,
-        module: nn.Module,
-        config: StageConfig,
-        activations: LiveActivations,
-        pool: BufferPool,
-    ) -> None:
-        self._index, self._config = index, config
-        self._modules = [each for each in (module, config.loss) if isinstance(each, nn.Module)]
-        """That of the stage, and of its loss if that is a module."""
-        self._activations, self._pool = activations, pool
-        self.states: dict[int, MicrobatchState] = {}
-        """The microbatches that can have their backward."""
-        self.counts_bytes = False
-        """Whether `held_bytes` will be asked for, so that what F saves has to be known."""
-        self.kept: dict[int, KeptForward] = {}
-        """What F kept for RECOMPUTE."""
-        self._saved: dict[int, SavedTensors] = {}
-        self._host = HostStore()
-        self._step: StepInputs
-
-    def begin(self, step: StepInputs) -> None:
-        """Start a step; discards what a failed step left."""
-        self._step = step
-        for left in (self.states, self.kept, self._saved):
-            left.clear()
-        self._host.clear()
-
-    def is_recomputed(self, microbatch: int) -> bool:
-        """Return whether there is a RECOMPUTE for this microbatch."""
-        return microbatch in self._config.recomputed_microbatches
-
-    def kept_forward(self, microbatch: int, received: FlatValue | None, mode: LayerMode) -> KeptForward | None:
-        """Return what RECOMPUTE needs, if there is one for this microbatch."""
-        step = self._step
-        if not step.training or not self.is_recomputed(microbatch):
-            return None
-        args = step.args[self._index][microbatch] if received is None else tuple(received.leaves)
-        leaves, _ = flatten((args, dict(step.kwargs[microbatch])))
-        return KeptForward(self._modules, mode, received, leaves)
-
-    def hooks(self, microbatch: int, kept: KeptForward | None = None) -> AbstractContextManager[Any]:
-        """Return the hooks on saved tensors under which F, or RECOMPUTE, runs."""
-        if kept is not None:
-            return saved_tensors_hooks(lambda _: None, _was_dropped)
-        offloaded = microbatch in self._config.offloaded_microbatches and not self.is_recomputed(microbatch)
-        if self._step.training and (self.counts_bytes or offloaded):
-            self._saved[microbatch] = SavedTensors()
-            return self._saved[microbatch].hooks()
-        return _NO_HOOKS
-
-    def offload(self, microbatch: int) -> None:
-        """OFFLOAD."""
-        if (kept := self.kept.get(microbatch)) is not None:
-            self._saved[microbatch], free = kept.offload(self._host)
-        else:
-            state = self.states[microbatch]
-            for leaf in state.inputs:  # only its gradient is asked for: what the backward uses is saved
-                own = local(leaf)
-                if type(own) is Tensor and own.layout == torch.strided:
-                    own.data = torch.empty((), dtype=own.dtype, device=own.device).expand(own.shape)
-            buffers, state.inputs_are_held = state.buffers, False
-            state.buffers = self._saved[microbatch].offload(self._host, buffers)
-            free = tuple(buffer for buffer in buffers if buffer not in state.buffers)
-            self._activations.remove()
-        for buffer in free:
-            self._pool.release(buffer)
-
-    def reload(self, microbatch: int) -> None:
-        """RELOAD."""
-        self._saved[microbatch].reload(self._host)
-        if (kept := self.kept.get(microbatch)) is not None:
-            kept.reloaded()
-        else:
-            self._activations.add()
-
-    def held_bytes(self, microbatch: int) -> tuple[int, int]:
-        """Return what a microbatch holds of its forward, and its input alone; requires `counts_bytes`.
-
-        Every storage counts once, a message buffer as long as its message. Not counted are parameters, buffers
-        of the module, the batch, gradients, outputs that wait to be sent, and the loss itself.
-        """
-        kept, state = self.kept.get(microbatch), self.states.get(microbatch)
-        if kept is not None:
-            buffers = () if kept.received is None else kept.received.buffers
-            size = _bytes_of(buffers, kept.tensors(), set())
-            return size, size
-        if state is None:
-            return 0, 0
-        inputs = state.inputs if state.inputs_are_held else []
-        deferred = () if state.jobs is None else state.jobs.inputs()
-        saved = self._saved[microbatch].tensors()
-        others = self._lasting_storages(microbatch)
-        size = _bytes_of(state.buffers, chain(inputs, saved, deferred), others)
-        return size, _bytes_of(state.buffers, inputs, others)
-
-    def _lasting_storages(self, microbatch: int) -> set[int]:
-        """Return the storages of parameters, buffers and the batch, which are there before F and after B."""
-        step = self._step
-        batch = [args[microbatch] for args in step.args.values()], dict(step.kwargs[microbatch])
-        leaves, _ = flatten((batch, None if step.targets is None else step.targets[microbatch]))
-        owned = chain.from_iterable(chain(module.parameters(), module.buffers()) for module in self._modules)
-        return {_storage_of(each) for each in chain(leaves, owned) if isinstance(each, Tensor)}
-
-
-def _bytes_of(buffers: tuple[Buffer, ...], tensors: Iterable[Tensor], others: set[int]) -> int:
+def bytes_of(buffers: tuple[Buffer, ...], tensors: Iterable[Tensor], others: set[int]) -> int:
     """Return the bytes of buffers, and of the storages of tensors that are not among the others."""
-    found = {_storage_of(buffer.storage): buffer.nbytes for buffer in buffers}
+    found = {storage_of(buffer.storage): buffer.nbytes for buffer in buffers}
     for tensor in tensors:
-        if (storage := _storage_of(tensor)) not in others:
+        if (storage := storage_of(tensor)) not in others:
             found.setdefault(storage, local(tensor).untyped_storage().nbytes())
     return sum(found.values())
 
 
-def _storage_of(tensor: Tensor) -> int:
+def storage_of(tensor: Tensor) -> int:
+    """Return the identity of the storage of a tensor, or of a DTensor's local tensor."""
     return storage_identity(local(tensor))

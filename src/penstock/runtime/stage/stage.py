@@ -1,8 +1,10 @@
-"""One stage of the model on this rank: F, RECOMPUTE, B, I and W of each microbatch."""
+"""One stage of the model on this rank: F, RECOMPUTE, B, I and W of each microbatch, OFFLOAD and RELOAD."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -10,8 +12,9 @@ from torch import Tensor, nn
 
 from penstock.errors import PipelineError
 from penstock.runtime.backward.deferral import Deferral, LayerMode
+from penstock.runtime.dtensors import local
 from penstock.runtime.pytree import Leaves, Structure, flatten, unflatten
-from penstock.runtime.stage.memory import StageMemory
+from penstock.runtime.stage.memory import HostStore, KeptForward, SavedTensors, bytes_of, storage_of
 from penstock.runtime.stage.microbatch import (
     LiveActivations,
     MicrobatchState,
@@ -39,6 +42,8 @@ from penstock.runtime.torch_internals.autograd import run_backward
 from penstock.runtime.transport.buffer_pool import Buffer, BufferPool
 from penstock.runtime.transport.channels import FlatValue
 
+_NO_HOOKS = nullcontext()
+
 
 class Stage:
     """A module and its place in the pipeline."""
@@ -56,16 +61,22 @@ class Stage:
         self.deferral = Deferral(module, fusion=fusion) if config.split_microbatches else None
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, Any] = {}
+        self.counts_bytes = False
+        """Whether `held_bytes` will be asked for, so that what F saves has to be known."""
         self._config, self._activations, self._pool = config, activations, pool
+        self._modules = [each for each in (module, config.loss) if isinstance(each, nn.Module)]
+        """That of the stage, and of its loss if that is a module."""
         self._step: StepInputs
-        self.memory = StageMemory(index, module, config, activations, pool)
-        """What is held of each microbatch."""
-        self._states = self.memory.states
-        self._taken_outputs = SharedValues(config.takers)
-        self._input_gradients: dict[int, dict[int, tuple[Leaves, Structure]]] = {
-            source: {} for source in config.inputs
-        }
-        """By the stage that they are for, and microbatch."""
+        self._states: dict[int, MicrobatchState] = {}
+        """The microbatches that can have their backward."""
+        self._kept: dict[int, KeptForward] = {}
+        """What F kept for RECOMPUTE."""
+        self._saved: dict[int, SavedTensors] = {}
+        self._host = HostStore()
+        self._output = SharedValues(config.takers)
+        self._values = dict.fromkeys(config.takers, self._output)
+        """The values for other stages, by stage: the output, and the gradients of inputs."""
+        self._values.update((source, SharedValues((source,))) for source in config.inputs)
         self._rows: Rows = ()
         """Those of the microbatch that ran last."""
         self._found_shared = False
@@ -74,10 +85,11 @@ class Stage:
     def begin(self, step: StepInputs) -> None:
         """Start a step; discards what a failed step left."""
         self._step = step
-        self.memory.begin(step)
-        self._taken_outputs.clear()
-        for left in (self.losses, self.outputs, *self._input_gradients.values()):
+        held = (self.losses, self.outputs, self._states, self._kept, self._saved)
+        for left in (*held, self._host, *self._values.values()):
             left.clear()
+
+    # --- F and RECOMPUTE ---------------------------------------------------------------------------
 
     def forward(self, microbatch: int) -> None:
         """F."""
@@ -85,22 +97,21 @@ class Stage:
         received = None if config.input_source is None else config.input_source(microbatch)
         is_split = microbatch in config.split_microbatches
         mode = (LayerMode.DEFERRED if self._found_shared else LayerMode.JOINED) if is_split else LayerMode.PLAIN
-        self._set_mode(mode)
-        kept = self.memory.kept_forward(microbatch, received, mode)
-        with self.memory.hooks(microbatch, kept):
-            state, output = self._call(microbatch, received)
-            state.mode = mode
-            del received
-            leaves, structure = flatten(output)
-            if config.check_finite:
-                check_finite(leaves, "its output", self.index)
-            if config.gradient_source is None:
-                self._compute_loss(microbatch, output, leaves, state)
-            if kept is not None:
-                kept.keep_results(self._results(microbatch, leaves))
-        output = None
+        kept = None
+        if step.training and self.is_recomputed(microbatch):
+            args = step.args[self.index][microbatch] if received is None else tuple(received.leaves)
+            kept = KeptForward(self._modules, mode, received, flatten((args, dict(step.kwargs[microbatch])))[0])
+        with self._hooks(microbatch) if kept is None else kept.hooks():
+            state, leaves, structure = self._call(microbatch, received, mode)
+        del received
+        if kept is not None:
+            kept.keep_results([*leaves, self.losses.get(microbatch)])
         if config.gradient_source is not None:
-            self._hand_on(microbatch, leaves, structure, state)
+            envelope = Envelope(structure, overlapping_positions(leaves), self._rows)
+            # a send copies it, and comes before anything that could change it
+            handed = leaves if config.sends_at_once else hand_over(leaves)
+            differentiable = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in handed]
+            self._output.put(microbatch, FlatValue(handed, envelope, differentiable, ()))
         elif step.keep_outputs:
             self.outputs[microbatch] = unflatten(structure, own_tensors(leaves))
         if step.training:
@@ -113,45 +124,61 @@ class Stage:
                 self._states[microbatch] = state
             else:
                 kept.finish(self.index)
-                self.memory.kept[microbatch] = kept
+                self._kept[microbatch] = kept
         elif state.buffers:
-            del leaves, output  # they may refer to the buffers
+            del leaves  # they may refer to the buffers
             self._release_buffers(state.buffers)
 
     def recompute(self, microbatch: int) -> None:
         """RECOMPUTE."""
-        kept = self.memory.kept.pop(microbatch)
-        self._set_mode(kept.mode)
-        with kept.restored(), self.memory.hooks(microbatch):
-            state, output = self._call(microbatch, kept.received)
-            state.mode = kept.mode
-            leaves, _ = flatten(output)
-            if self._config.gradient_source is None:
-                self._compute_loss(microbatch, output, leaves, state)
-            else:
-                state.start_at(_differentiable(leaves), len(self._config.outputs))
-        kept.check_results(self._results(microbatch, leaves), self.index, microbatch)
+        kept = self._kept.pop(microbatch)
+        with kept.restored(), self._hooks(microbatch):
+            state, leaves, _ = self._call(microbatch, kept.received, kept.mode)
+        kept.check_results([*leaves, self.losses.get(microbatch)], self.index, microbatch)
         self._activations.add()
         self._states[microbatch] = state
 
-    def _results(self, microbatch: int, leaves: Leaves) -> Leaves:
-        """Return what a forward has computed, its loss included."""
-        return [*leaves, *(self.losses[k] for k in self.losses if k == microbatch)]
+    def _hooks(self, microbatch: int) -> AbstractContextManager[Any]:
+        """Return the hooks on saved tensors under which a forward runs that keeps its graph."""
+        offloaded = microbatch in self._config.offloaded_microbatches and not self.is_recomputed(microbatch)
+        if self._step.training and (self.counts_bytes or offloaded):
+            self._saved[microbatch] = SavedTensors()
+            return self._saved[microbatch].hooks()
+        return _NO_HOOKS
 
     def _set_mode(self, mode: LayerMode) -> None:
         """Let the layers run in this mode, in a forward or where a backward recomputes parts of it."""
         if self.deferral is not None:
             self.deferral.state.mode = mode
 
-    def _call(self, k: int, received: FlatValue | None) -> tuple[MicrobatchState, Any]:
-        """Call the module on the batch, or on outputs of other stages; return the state and the output."""
-        step = self._step
+    def _call(
+        self, microbatch: int, received: FlatValue | None, mode: LayerMode
+    ) -> tuple[MicrobatchState, Leaves, Structure]:
+        """Run the module and the loss; return the state, and the leaves and the structure of the output."""
+        step, config = self._step, self._config
+        self._set_mode(mode)
         if received is None:
             self._rows = tuple(step.rows.items())[:1]
-            return MicrobatchState((), []), self.module(*step.args[self.index][k], **step.kwargs[k])
+            state = MicrobatchState((), [], mode=mode)
+            output = self.module(*step.args[self.index][microbatch], **step.kwargs[microbatch])
+        else:
+            state, output = self._call_on(received, step.kwargs[microbatch], mode)
+        leaves, structure = flatten(output)
+        if config.check_finite:
+            check_finite(leaves, "its output", self.index)
+        if config.gradient_source is None:
+            self._compute_loss(microbatch, output, leaves, state)
+        elif step.training:
+            state.start_at(_differentiable(leaves), len(config.outputs))
+        return state, leaves, structure
+
+    def _call_on(
+        self, received: FlatValue, kwargs: Mapping[str, Any], mode: LayerMode
+    ) -> tuple[MicrobatchState, Any]:
+        """Call the module on outputs of other stages; return the state and the output."""
         inputs: list[Tensor] = []
         entered: Sequence[Tensor] = ()
-        if step.training:
+        if self._step.training:
             positions = [position for position, needed in enumerate(received.differentiable) if needed]
             inputs = [received.leaves[position].requires_grad_() for position in positions]
             if inputs:
@@ -159,28 +186,16 @@ class Stage:
                 for position, each in zip(positions, entered):
                     received.leaves[position] = each
         envelope: Envelope | JoinedEnvelope = received.structure
-        check_rows(envelope.rows, step.rows)
+        check_rows(envelope.rows, self._step.rows)
         overlapping = envelope.overlapping
         before = versions(received.leaves, overlapping) if overlapping else []
-        output = self.module(*envelope.arguments(received.leaves), **step.kwargs[k])
+        output = self.module(*envelope.arguments(received.leaves), **kwargs)
         count_changes(inputs, entered)
         if overlapping:
             check_unchanged(before, versions(received.leaves, overlapping), self.index, self._config.inputs)
-        state = MicrobatchState(received.buffers, inputs)
-        if isinstance(envelope, JoinedEnvelope):
-            state.counts = envelope.counts
         self._rows = envelope.rows
-        return state, output
-
-    def _hand_on(self, microbatch: int, leaves: Leaves, structure: Structure, state: MicrobatchState) -> None:
-        """End the forward of a stage that feeds others: keep its output for them."""
-        if self._step.training:
-            state.start_at(_differentiable(leaves), len(self._config.outputs))
-        envelope = Envelope(structure, overlapping_positions(leaves), self._rows)
-        # a send copies it, and comes before anything that could change it
-        handed = leaves if self._config.sends_at_once else hand_over(leaves)
-        differentiable = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in handed]
-        self._taken_outputs.put(microbatch, FlatValue(handed, envelope, differentiable, ()))
+        counts = envelope.counts if isinstance(envelope, JoinedEnvelope) else ()
+        return MicrobatchState(received.buffers, inputs, counts=counts, mode=mode), output
 
     def _compute_loss(self, microbatch: int, output: object, leaves: Leaves, state: MicrobatchState) -> None:
         """End the forward of a stage that feeds no other: compute the loss, if there is one to compute."""
@@ -204,14 +219,7 @@ class Stage:
                 "be trained: do not detach the loss, and give it a floating-point dtype"
             )
 
-    def pop_output(self, microbatch: int, consumer: int) -> tuple[Leaves, Structure]:
-        """Return the output of forward, to be sent to the rank of the stage that uses it."""
-        value = self._taken_outputs.send(microbatch, consumer)
-        return value.leaves, value.structure
-
-    def take_output(self, microbatch: int, consumer: int) -> FlatValue:
-        """Return the output of forward, for a stage on the same rank."""
-        return self._taken_outputs.take(consumer, microbatch)
+    # --- B, I and W -----------------------------------------------------------------------------------
 
     def backward(self, microbatch: int) -> None:
         """B."""
@@ -224,7 +232,7 @@ class Stage:
         """I."""
         assert self.deferral is not None, "the schedule splits the backward of this stage"
         state = self._states[microbatch]
-        self.deferral.state.mode = state.mode
+        self._set_mode(state.mode)
         if state.mode is LayerMode.JOINED:
             self._run_backward(microbatch, state)
             return
@@ -261,7 +269,7 @@ class Stage:
             for leaf in state.inputs:
                 leaf.grad = None
             for source, count in zip(self._config.inputs, state.counts or (len(found),)):
-                self._input_gradients[source][microbatch] = found[:count], None
+                self._values[source].put(microbatch, FlatValue(found[:count], None, [], ()))
                 del found[:count]
         state.inputs = []
 
@@ -289,14 +297,72 @@ class Stage:
         for buffer in buffers:
             self._pool.release(buffer)
 
-    def pop_input_gradient(self, microbatch: int, source: int) -> tuple[Leaves, Structure]:
-        """Return the input gradients of backward, to be sent to the rank of the stage that they are for."""
-        return self._input_gradients[source].pop(microbatch)
+    def pop_value(self, microbatch: int, other: int) -> tuple[Leaves, Structure]:
+        """Return the output, or the gradients of inputs, to be sent to the rank of another stage."""
+        value = self._values[other].send(microbatch, other)
+        return value.leaves, value.structure
 
-    def take_input_gradient(self, microbatch: int, source: int) -> FlatValue:
-        """Return the input gradients of backward, for a stage on the same rank."""
-        leaves, structure = self._input_gradients[source].pop(microbatch)
-        return FlatValue(leaves, structure, [], ())
+    def take_value(self, microbatch: int, other: int) -> FlatValue:
+        """Return the output, or the gradients of inputs, for another stage of this rank."""
+        return self._values[other].take(other, microbatch)
+
+    # --- memory ---------------------------------------------------------------------------------------
+
+    def is_recomputed(self, microbatch: int) -> bool:
+        """Return whether there is a RECOMPUTE for this microbatch."""
+        return microbatch in self._config.recomputed_microbatches
+
+    def offload(self, microbatch: int) -> None:
+        """OFFLOAD."""
+        if (kept := self._kept.get(microbatch)) is not None:
+            self._saved[microbatch], free = kept.offload(self._host)
+        else:
+            state = self._states[microbatch]
+            for leaf in state.inputs:  # only its gradient is asked for: what the backward uses is saved
+                own = local(leaf)
+                if type(own) is Tensor and own.layout == torch.strided:
+                    own.data = torch.empty((), dtype=own.dtype, device=own.device).expand(own.shape)
+            buffers, state.inputs_are_held = state.buffers, False
+            state.buffers = self._saved[microbatch].offload(self._host, buffers)
+            free = tuple(buffer for buffer in buffers if buffer not in state.buffers)
+            self._activations.remove()
+        self._release_buffers(free)
+
+    def reload(self, microbatch: int) -> None:
+        """RELOAD."""
+        self._saved[microbatch].reload(self._host)
+        if (kept := self._kept.get(microbatch)) is not None:
+            kept.reloaded()
+        else:
+            self._activations.add()
+
+    def held_bytes(self, microbatch: int) -> tuple[int, int]:
+        """Return what a microbatch holds of its forward, and its input alone; requires `counts_bytes`.
+
+        Every storage counts once, a message buffer as long as its message. Not counted are parameters, buffers
+        of the module, the batch, gradients, outputs that wait to be sent, and the loss itself.
+        """
+        kept, state = self._kept.get(microbatch), self._states.get(microbatch)
+        if kept is not None:
+            buffers = () if kept.received is None else kept.received.buffers
+            size = bytes_of(buffers, kept.tensors(), set())
+            return size, size
+        if state is None:
+            return 0, 0
+        inputs = state.inputs if state.inputs_are_held else []
+        deferred = () if state.jobs is None else state.jobs.inputs()
+        saved = self._saved[microbatch].tensors()
+        others = self._lasting_storages(microbatch)
+        size = bytes_of(state.buffers, chain(inputs, saved, deferred), others)
+        return size, bytes_of(state.buffers, inputs, others)
+
+    def _lasting_storages(self, microbatch: int) -> set[int]:
+        """Return the storages of parameters, buffers and the batch, which are there before F and after B."""
+        step = self._step
+        batch = [args[microbatch] for args in step.args.values()], dict(step.kwargs[microbatch])
+        leaves, _ = flatten((batch, None if step.targets is None else step.targets[microbatch]))
+        owned = chain.from_iterable(chain(module.parameters(), module.buffers()) for module in self._modules)
+        return {storage_of(each) for each in chain(leaves, owned) if isinstance(each, Tensor)}
 
 
 def _differentiable(leaves: Leaves) -> list[Tensor]:
