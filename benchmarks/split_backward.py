@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from tests.support.deferring import deferring
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
@@ -82,7 +83,7 @@ def _deferred(module: nn.Module, x: Tensor, gradient: Tensor, *, fusion: bool) -
     with deferral.installed():
         output = module(x)
         start = time.perf_counter()
-        with deferral.deferring() as jobs:
+        with deferring(deferral) as jobs:
             output.backward(gradient)
         jobs.run()
         return time.perf_counter() - start
@@ -152,7 +153,7 @@ def _run_deferred(module: nn.Module, inputs: list[Tensor], gradient: Tensor) -> 
         outputs = [module(x) for x in inputs]
         inputs.clear()
         while outputs:
-            with deferral.deferring() as jobs:
+            with deferring(deferral) as jobs:
                 torch.autograd.backward(outputs.pop(0), gradient)
             deferred.append(jobs)
         for jobs in deferred:

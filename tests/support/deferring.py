@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock.runtime.backward.deferral import Deferral
+from penstock.runtime.backward.deferral import Deferral, DeferredGradients
 
 Inputs = list[Tensor]
 Run = Callable[[nn.Module, Inputs], None]
@@ -30,12 +30,23 @@ def plainly(module: nn.Module, inputs: Inputs) -> None:
         output.backward(upstream(output))
 
 
+@contextmanager
+def deferring(deferral: Deferral) -> Iterator[DeferredGradients]:
+    """A backward in here defers its weight gradients into the queue that this yields."""
+    with deferral.installed():
+        gradients = deferral.begin_deferring()
+        try:
+            yield gradients
+        finally:
+            deferral.end_deferring()
+
+
 def split(module: nn.Module, inputs: Inputs, *, fusion: bool = False) -> None:
     deferral = Deferral(module, fusion=fusion)
     for x in inputs:
         with deferral.installed():
             output = module(x)
-        with deferral.deferring() as deferred:
+        with deferring(deferral) as deferred:
             output.backward(upstream(output))
         deferred.run()
 
@@ -87,7 +98,7 @@ def autocasting() -> Iterator[None]:
 
 def deferred_calls(module: nn.Module, x: Tensor) -> int:
     deferral = Deferral(module)
-    with deferral.deferring() as deferred:
+    with deferring(deferral) as deferred:
         output = module(x)
         output.backward(upstream(output))
     return len(deferred.inputs())

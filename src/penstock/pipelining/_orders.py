@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +19,7 @@ from penstock.ir.dataflow import Inputs, run_dataflow
 from penstock.ir.kinds import Kind
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
-from penstock.lowering import AddCommunication, AddGradReduction, AddSharding, DeferReceives, MergeBackward
+from penstock.lowering import AddCommunication, DeferReceives, MergeBackward
 from penstock.simulation.timeline import Timeline
 from penstock.validation import SendModel, invalid_schedule_error, validate
 from penstock.view.perfetto import trace
@@ -95,11 +94,6 @@ def _parts(row: Actions) -> list[theirs._Action]:
     return [part for action in row if action is not None for part in action.sub_actions or (action,)]
 
 
-def single_rank_schedule(actions: Actions) -> Schedule:
-    """Return the schedule of one rank's actions alone."""
-    return schedule_on({0: actions}, lambda _: 0)
-
-
 def read_csv(filename: str) -> Order:
     """Return the order in a CSV file."""
     text = Path(filename).read_text(encoding="utf-8-sig")
@@ -139,26 +133,9 @@ def checked_schedule(
     return schedule
 
 
-def _add_unshard_reshard(compute_actions: Actions, max_active_stages: int = 3) -> ActionList:
-    """One rank's actions with UNSHARD and RESHARD."""
-    return order_of(AddSharding(max_active_stages)(single_rank_schedule(compute_actions)))[0]
-
-
-def _add_reduce_grad(actions: Actions, n_microbatches: int) -> ActionList:
-    """One rank's actions with REDUCE_GRAD after the last backward of each stage that has all backwards."""
-    backwards = [part for part in _parts(actions) if theirs._requires_reduce_grad(part.computation_type)]
-    done = Counter(part.stage_index for part in backwards)
-    incomplete = [_Action(stage, theirs.REDUCE_GRAD) for stage, count in done.items() if count < n_microbatches]
-    return [
-        action
-        for action in order_of(AddGradReduction()(single_rank_schedule(actions)))[0]
-        if action not in incomplete
-    ]
-
-
 def _merge_bw(compute_actions: Actions) -> ActionList:
-    """One rank's actions with B in place of an adjacent I and W of the same microbatch."""
-    return order_of(MergeBackward()(single_rank_schedule(compute_actions)))[0]
+    """Return one rank's actions with B for an adjacent I and W; torch's function empties its argument."""
+    return order_of(MergeBackward()(schedule_on({0: compute_actions}, lambda _: 0)))[0]
 
 
 def _add_send_recv(compute_actions: Order, stage_to_rank: Callable[[int], int], num_stages: int) -> ActionLists:

@@ -26,9 +26,7 @@ from penstock.pipelining._orders import (  # noqa: F401 -- ours, under torch's n
     InvalidOrderError,
     Order,
     _Action,
-    _add_reduce_grad,
     _add_send_recv,
-    _add_unshard_reshard,
     _defer_recv_ops,
     _dump_chrometrace,
     _merge_bw,
@@ -166,7 +164,8 @@ class _PipelineSchedule(theirs._PipelineSchedule):
         A subclass with its own `_step_microbatches` runs on torch's stages, unless it calls super().
         """
         with self._reporting_failures():
-            if self._requires_autograd and not torch.is_grad_enabled():
+            needs_autograd = self._has_backward and vars(self).get("_backward_requires_autograd", True)
+            if needs_autograd and not torch.is_grad_enabled():
                 raise RuntimeError("step() computes gradients, but autograd is disabled; use eval()")
             if self._has_own_steps and not finalize_gradients:
                 raise PipelineError(
@@ -203,10 +202,6 @@ class _PipelineSchedule(theirs._PipelineSchedule):
             return self.step(*args, target=target, losses=losses, **kwargs)
         finally:
             self._has_backward = before
-
-    @property
-    def _requires_autograd(self) -> bool:
-        return self._has_backward and vars(self).get("_backward_requires_autograd", True)
 
     @property
     def _has_own_steps(self) -> bool:

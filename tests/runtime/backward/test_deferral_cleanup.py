@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from penstock.errors import PipelineError
 from penstock.runtime.backward.deferral import Deferral
-from tests.support.deferring import Block, deferred_calls, gradients, numbers, plainly, upstream
+from tests.support.deferring import Block, deferred_calls, deferring, gradients, numbers, plainly, upstream
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 
@@ -50,7 +50,7 @@ def test_under_no_grad_a_layer_runs_its_own_forward() -> None:
 
 def test_w_runs_once() -> None:
     layer = nn.Linear(8, 8)
-    with Deferral(layer).deferring() as deferred:
+    with deferring(Deferral(layer)) as deferred:
         layer(numbers(3, 8)).sum().backward()
     assert len(deferred.inputs()) == 1
     deferred.run()
@@ -61,13 +61,13 @@ def test_w_runs_once() -> None:
 
 def test_two_backwards_cannot_defer_at_the_same_time() -> None:
     deferral = Deferral(nn.Linear(8, 8))
-    with deferral.deferring(), pytest.raises(PipelineError, match="another backward"), deferral.deferring():
+    with deferring(deferral), pytest.raises(PipelineError, match="another backward"), deferring(deferral):
         pass
 
 
 def test_w_runs_under_no_grad() -> None:
     layer = nn.Linear(8, 8)
-    with Deferral(layer).deferring() as deferred:
+    with deferring(Deferral(layer)) as deferred:
         layer(numbers(3, 8)).sum().backward()
     with torch.no_grad():
         deferred.run()
@@ -92,11 +92,11 @@ def test_a_deferral_is_usable_after_a_failed_backward(*, defers: bool) -> None:
 
     with deferral.installed():
         output = second(Failing.apply(first(x)))  # type: ignore[no-untyped-call]
-        with pytest.raises(ZeroDivisionError), deferral.deferring() if defers else nullcontext():
+        with pytest.raises(ZeroDivisionError), deferring(deferral) if defers else nullcontext():
             output.sum().backward()
         model.zero_grad()
         output = model(x)
-        with deferral.deferring() as deferred:
+        with deferring(deferral) as deferred:
             output.backward(upstream(output))
         deferred.run()
     wanted = gradients(model, [x], plainly)
@@ -107,7 +107,7 @@ def test_a_deferral_is_usable_after_a_failed_backward(*, defers: bool) -> None:
 def test_a_backward_on_another_thread_defers_too() -> None:
     model = Block()
     deferral = Deferral(model)
-    with deferral.deferring() as deferred:
+    with deferring(deferral) as deferred:
         thread = threading.Thread(target=lambda: model(numbers(3, 5, 16)).sum().backward())
         thread.start()
         thread.join()
@@ -119,7 +119,7 @@ def test_w_releases_all_tensors() -> None:
     held: list[weakref.ref[Tensor]] = []
     model[2].register_forward_pre_hook(lambda _, inputs: held.append(weakref.ref(inputs[0])))
     model[2].register_full_backward_hook(lambda *given: held.append(weakref.ref(given[2][0])))
-    with Deferral(model).deferring() as deferred:
+    with deferring(Deferral(model)) as deferred:
         model(numbers(3, 8)).sum().backward()
     gc.collect()
     assert all(each() is not None for each in held)
@@ -138,7 +138,7 @@ def test_w_releases_all_tensors() -> None:
 def test_w_needs_the_shape_of_a_weight_but_not_its_values(layer: nn.Module, shape: tuple[int, ...]) -> None:
     layer, x = copy.deepcopy(layer), numbers(*shape)
     expected = gradients(layer, [x], plainly)["weight"]
-    with Deferral(layer).deferring() as deferred:
+    with deferring(Deferral(layer)) as deferred:
         plainly(layer, [x])
     weight = layer.get_parameter("weight")
     weight.untyped_storage().resize_(0)  # as sharding does once a layer's I is over

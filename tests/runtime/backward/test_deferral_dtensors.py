@@ -17,6 +17,7 @@ from penstock.errors import PipelineError
 from penstock.runtime.backward.deferral import Deferral
 from penstock.runtime.pytree import flatten
 from penstock.runtime.transport.message_spec import MessageSpec, spec_key
+from tests.support.deferring import deferring
 from tests.support.grids import small
 from tests.support.models import numbers
 from tests.support.pool import Pools
@@ -87,7 +88,7 @@ def trained(model: nn.Module, x: Tensor, *, split: bool) -> tuple[Found, int]:
     deferral = Deferral(model)
     for _ in range(2):
         if split:
-            with deferral.deferring() as deferred:
+            with deferring(deferral) as deferred:
                 y = model(x)
                 y.backward(upstream(y))
             count += len(deferred.inputs())
@@ -160,7 +161,7 @@ def jobs_of_a_weight_used_twice() -> tuple[int, int]:
     deferral = Deferral(model)
     counts = []
     for _ in range(2):
-        with deferral.deferring() as deferred:
+        with deferring(deferral) as deferred:
             y = model(x)
             deferral.state.aliases.exclude_shared(deferral.weights(), [y])
             y.sum().backward()

@@ -18,6 +18,7 @@ from tests.support.deferring import (
     Run,
     assert_as_plain,
     deferred_calls,
+    deferring,
     numbers,
     split,
     upstream,
@@ -117,7 +118,7 @@ def test_two_microbatches_in_flight() -> None:
             outputs = [module(x) for x in inputs]
             pending = []
             for output in outputs:
-                with deferral.deferring() as deferred:
+                with deferring(deferral) as deferred:
                     output.backward(upstream(output))
                 pending.append(deferred)
             for deferred in reversed(pending):

@@ -13,7 +13,7 @@ from torch.nn import functional
 from penstock.errors import PipelineError
 from penstock.runtime.backward.deferral import Deferral
 from penstock.runtime.backward.layer_rules import _REGISTRY, Tensors, register_layer, rule_of
-from tests.support.deferring import assert_as_plain, deferred_calls, numbers
+from tests.support.deferring import assert_as_plain, deferred_calls, deferring, numbers
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 
@@ -52,7 +52,7 @@ def test_a_layer_called_with_several_tensors_runs_its_own_forward() -> None:
 
     layer = Sized(4, 4, 3, stride=2)
     deferral = Deferral(layer)
-    with deferral.deferring() as deferred:
+    with deferring(deferral) as deferred:
         layer(numbers(2, 4, 5), output_size=[12]).sum().backward()
         layer(input=numbers(2, 4, 5)).sum().backward()
     assert len(deferred.inputs()) == 0

@@ -19,6 +19,7 @@ from tests.support.deferring import (
     UsedTwice,
     assert_as_plain,
     deferred_calls,
+    deferring,
     gradients,
     numbers,
     plainly,
@@ -89,7 +90,7 @@ def test_an_excluded_weight_is_left_to_autograd(*, edges: bool) -> None:
         ]
         assert deferral.state.aliases.exclude_shared(deferral.weights(), [root]) == ()
         seen = count_hooks(model)
-        with deferral.deferring() as deferred:
+        with deferring(deferral) as deferred:
             model(x).sum().backward()
     assert len(deferred.inputs()) == 1
     assert {name: len(events) for name, events in seen.items() if events} == {

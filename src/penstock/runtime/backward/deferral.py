@@ -5,12 +5,13 @@ of the node computes the input gradient. It keeps what the weight gradients need
 of the output, in a queue:
 
     with deferral.installed():
-        output = module(x)                              F
-        with deferral.deferring() as gradients:
-            torch.autograd.backward(output, gradient)   I
-        gradients.run()                                 W
+        output = module(x)                          F
+        gradients = deferral.begin_deferring()
+        torch.autograd.backward(output, gradient)   I
+        deferral.end_deferring()
+        gradients.run()                             W
 
-A backward outside of `deferring` is B: it computes the weight gradients at once. Autograd handles everything
+A backward that does not defer is B: it computes the weight gradients at once. Autograd handles everything
 else in I: norms, attention, and uses of a weight outside of its layer.
 
 A weight that is also used outside of its layer cannot be deferred. Only the graph of a forward shows this, so
@@ -375,7 +376,6 @@ class Deferral:
         self._find_layers(module, "", set())
         self.layers = tuple(each.layer for each in self._deferred)
         """The layers whose weight gradients are deferred, unless their weights or inputs do not allow it."""
-        self._patched: list[DeferredLayer] = []
         self._entered = 0
         self._held: frozenset[int] = frozenset()
         """The ids of weights whose accumulators may have hooks, which W then calls."""
@@ -402,9 +402,8 @@ class Deferral:
         A layer whose forward was already replaced on the instance stays as it is.
         """
         if self._entered == 0:
-            self._patched = [each for each in self._deferred if "forward" not in each.layer.__dict__]
-            for each in self._patched:
-                each.layer.__dict__["forward"] = each.forward
+            for each in self._deferred:
+                each.layer.__dict__.setdefault("forward", each.forward)
             self._held = frozenset(id(leaf) for leaf in self.weights() if _accumulator_is_held(leaf))
             self._hooked = [leaf for leaf in self.weights() if has_hooks(leaf)]
         self._entered += 1
@@ -413,23 +412,16 @@ class Deferral:
         finally:
             self._entered -= 1
             if self._entered == 0:
-                for each in self._patched:
+                for each in self._deferred:
                     if each.layer.__dict__.get("forward") == each.forward:
                         del each.layer.__dict__["forward"]
                 self.state.aliases.clear()
 
-    @contextmanager
-    def deferring(self) -> Iterator[DeferredGradients]:
-        """I: a backward in here defers its weight gradients into the queue that this yields."""
-        with self.installed():
-            gradients = self.begin_deferring()
-            try:
-                yield gradients
-            finally:
-                self.end_deferring()
-
     def begin_deferring(self) -> DeferredGradients:
-        """Do the same without a context, which takes a while to enter; requires that this is installed."""
+        """I: return the queue into which backwards defer weight gradients; requires that this is installed.
+
+        There is no context for it: one takes a while to enter.
+        """
         if self.state.pending is not None:
             raise PipelineError("another backward of this stage is deferring its weight gradients")
         self.state.pending = DeferredGradients(fusion=self._fusion, held=self._held)

@@ -96,15 +96,12 @@ def _without_partials(gradient: Tensor) -> Tensor:
 
 def _reduce_norms(norms: Tensor, p: float, group: dist.ProcessGroup) -> Tensor:
     """Return the norms over all ranks of a group."""
-    if p in (torch.inf, -torch.inf):
-        norms = norms.clone()
-        with transport_errors():
-            dist.all_reduce(norms, dist.ReduceOp.MAX if p > 0 else dist.ReduceOp.MIN, group)
-        return norms
-    powers = norms.clone() if p == 0 else norms**p
+    operation = {torch.inf: dist.ReduceOp.MAX, -torch.inf: dist.ReduceOp.MIN}.get(p, dist.ReduceOp.SUM)
+    is_power = p not in (0, torch.inf, -torch.inf)
+    reduced = norms**p if is_power else norms.clone()
     with transport_errors():
-        dist.all_reduce(powers, group=group)
-    return powers if p == 0 else powers ** (1 / p)
+        dist.all_reduce(reduced, operation, group)
+    return reduced ** (1 / p) if is_power else reduced
 
 
 def _all_gather(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -124,37 +124,23 @@ def _gradient_placed_as(weight: Tensor) -> Tensor | None:
     return weight.grad
 
 
-class DdpWrappers:
-    """The DistributedDataParallel wrappers by stage, whose own reductions the pipeline disables.
+_Wrappers: TypeAlias = Mapping[int, Sequence[DistributedDataParallel]]
+"""The DistributedDataParallel wrappers by stage, those of the composable `replicate` included."""
 
-    Those of the composable `replicate` are included.
-    """
 
-    def __init__(self, modules: Mapping[int, nn.Module]) -> None:
-        self._switches: list[tuple[Any, str, bool]] = []
-        """Objects and attributes that control reduction, and the value that disables it."""
-        self._by_stage = {stage: list(self._find(stage, module)) for stage, module in modules.items()}
-
-    def _find(self, stage: int, module: nn.Module) -> Iterator[DistributedDataParallel]:
+def _find_wrappers(modules: Mapping[int, nn.Module]) -> tuple[_Wrappers, list[tuple[Any, str, bool]]]:
+    """Return the wrappers, and the attributes that control reductions with the values that disable them."""
+    wrappers: dict[int, list[DistributedDataParallel]] = {stage: [] for stage in modules}
+    switches: list[tuple[Any, str, bool]] = []
+    for stage, module in modules.items():
         for part in module.modules():
-            wrapper, switches = wrapper_of(part)
-            self._switches += switches
+            wrapper, own_switches = wrapper_of(part)
+            switches += own_switches
             if isinstance(wrapper, DistributedDataParallel):
                 _check_supported(wrapper, stage)
-                self._switches.append((wrapper, "require_backward_grad_sync", False))
-                yield wrapper
-
-    def process_groups(self, stage: int) -> dict[nn.Parameter, dist.ProcessGroup]:
-        """Return the group over which each wrapped parameter of a stage is replicated."""
-        return {
-            parameter: wrapper.process_group
-            for wrapper in self._by_stage[stage]
-            for parameter in wrapper.parameters()
-        }
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Disable the reductions of all wrappers."""
-        return attributes_set(self._switches)
+                switches.append((wrapper, "require_backward_grad_sync", False))
+                wrappers[stage].append(wrapper)
+    return wrappers, switches
 
 
 def _check_supported(wrapper: DistributedDataParallel, stage: int) -> None:
@@ -171,6 +157,7 @@ def _check_supported(wrapper: DistributedDataParallel, stage: int) -> None:
 
 
 Groups = tuple[dist.ProcessGroup, ...]
+_Buckets: TypeAlias = dict[int, list[tuple[GradientBucket, dist.ProcessGroup]]]
 
 
 class ReplicaLayout(NamedTuple):
@@ -180,7 +167,7 @@ class ReplicaLayout(NamedTuple):
     """The parameters that FSDP does not shard, and whether each is trained."""
     replicated: list[ReplicatedParameter]
     """The parameters that other ranks hold as well."""
-    buckets: dict[int, list[tuple[GradientBucket, dist.ProcessGroup]]]
+    buckets: _Buckets
     """By stage: the buckets that its REDUCE_GRAD reduces, and over which group."""
 
 
@@ -194,7 +181,7 @@ def unsharded(modules: Iterable[nn.Module], shards: Mapping[int, FsdpShards]) ->
 def find_layout(
     modules: Mapping[int, nn.Module],
     shards: Mapping[int, FsdpShards],
-    ddp: DdpWrappers,
+    wrappers: _Wrappers,
     replicas: dist.ProcessGroup | None,
     reduction_order: list[int],
 ) -> ReplicaLayout:
@@ -206,7 +193,7 @@ def find_layout(
     homes: dict[nn.Parameter, tuple[int, dist.ProcessGroup]] = {}
     problems = []
     for stage in sorted(modules, key=reduction_order.index if reduction_order else None):
-        wrapped = ddp.process_groups(stage)
+        wrapped = {each: ddp.process_group for ddp in wrappers[stage] for each in ddp.parameters()}
         unreplicated = []
         for name, parameter in modules[stage].named_parameters():
             if parameter not in parameters:  # it is sharded
@@ -226,14 +213,12 @@ def find_layout(
     return ReplicaLayout(parameters, replicated, _buckets_by_stage(homes))
 
 
-def _buckets_by_stage(
-    homes: Mapping[nn.Parameter, tuple[int, dist.ProcessGroup]],
-) -> dict[int, list[tuple[GradientBucket, dist.ProcessGroup]]]:
+def _buckets_by_stage(homes: Mapping[nn.Parameter, tuple[int, dist.ProcessGroup]]) -> _Buckets:
     together: dict[tuple[int, dist.ProcessGroup, torch.dtype, torch.device], list[Tensor]] = {}
     for parameter, (stage, group) in homes.items():
         if parameter.requires_grad:
             together.setdefault((stage, group, parameter.dtype, parameter.device), []).append(parameter)
-    buckets: dict[int, list[tuple[GradientBucket, dist.ProcessGroup]]] = {}
+    buckets: _Buckets = {}
     for (stage, group, *_), weights in together.items():
         buckets.setdefault(stage, []).append((GradientBucket(weights), group))
     return buckets
@@ -293,7 +278,7 @@ class ReplicaGroup:
         self._replicas = process_group(replicas, "replicas=", "dp")
         firsts = [step.parts[0] for step in schedule.ranks[rank]]
         self._reduction_order = [first.stage for first in firsts if first.kind is Kind.REDUCE_GRAD]
-        self._ddp = DdpWrappers(modules)
+        self._wrappers, self._switches = _find_wrappers(modules)
         self._pending: list[tuple[GradientBucket, Tensor, dist.Work]] = []
         self._unfinished: list[dist.Work] = []
         """The reductions that the last failed step had begun."""
@@ -313,7 +298,9 @@ class ReplicaGroup:
 
     def _find_layout(self) -> None:
         self._are_equal = False
-        self._layout = find_layout(self._modules, self.shards, self._ddp, self._replicas, self._reduction_order)
+        self._layout = find_layout(
+            self._modules, self.shards, self._wrappers, self._replicas, self._reduction_order
+        )
 
     def refresh(self) -> None:
         """Before a step: reshard all parameters, and find replaced or unfrozen ones."""
@@ -348,7 +335,7 @@ class ReplicaGroup:
         with ExitStack() as entered:
             for shards in self.shards.values():
                 entered.enter_context(shards.scheduled())
-            entered.enter_context(self._ddp.no_sync())
+            entered.enter_context(attributes_set(self._switches))
             yield
 
     def reduces_stage(self, stage: int) -> bool:
