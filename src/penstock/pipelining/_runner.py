@@ -36,6 +36,7 @@ from penstock.pipelining._orders import action_of
 from penstock.pipelining.stage import _PipelineStage, _PipelineStageBase
 from penstock.runtime import ActionCall, Pipeline
 from penstock.runtime.batch import Value
+from penstock.runtime.session.connection import weakly
 
 Functions: TypeAlias = Mapping[Kind, _CustomFunctionProtocol]
 Picks: TypeAlias = tuple[tuple[int, int], ...]
@@ -196,12 +197,13 @@ class Runner:
         self.pipeline = Pipeline(
             self._modules,
             schedule if self._traced is None else schedule.over(self._traced.graph),
-            loss=None if owner._loss_fn is None else _weak(self._loss),
+            # the pipeline must not refer back to the runner
+            loss=None if owner._loss_fn is None else weakly(self._loss),
             average=owner.scale_grads,
             group=stages[0].group,
             device=stages[0].device,
             merge=_merger(owner),
-            functions=dict.fromkeys(intercepted, _weak(self._dispatch)),
+            functions=dict.fromkeys(intercepted, weakly(self._dispatch)),
         )
 
     def _register_hooks(self) -> list[RemovableHandle]:
@@ -394,18 +396,6 @@ class Runner:
         ):
             self.drive(Kind.F, index, k)
         return outputs[-1]
-
-
-def _weak(method: Callable[..., Value]) -> Callable[..., Value]:
-    """The method without a reference to its object: a runner's pipeline must not refer back to the runner."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Value) -> Value:
-        alive = reference()
-        assert alive is not None, "the pipeline runs only while its runner does"
-        return alive(*args)
-
-    return call
 
 
 def _remove(hooks: Sequence[RemovableHandle]) -> None:

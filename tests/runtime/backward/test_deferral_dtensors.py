@@ -163,7 +163,7 @@ def jobs_of_a_weight_used_twice() -> tuple[int, int]:
     for _ in range(2):
         with deferring(deferral) as deferred:
             y = model(x)
-            deferral.state.aliases.exclude_shared(deferral.weights(), [y])
+            deferral.state.exclude_shared(deferral.weights(), [y])
             y.sum().backward()
         counts.append(len(deferred.inputs()))
         deferred.run()

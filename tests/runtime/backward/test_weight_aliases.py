@@ -85,10 +85,10 @@ def test_an_excluded_weight_is_left_to_autograd(*, edges: bool) -> None:
     with deferral.installed():
         output = model(x)
         root = torch.autograd.graph.get_gradient_edge(output) if edges else output
-        assert [id(each) for each in deferral.state.aliases.exclude_shared(deferral.weights(), [root])] == [
+        assert [id(each) for each in deferral.state.exclude_shared(deferral.weights(), [root])] == [
             id(model.layer.weight)
         ]
-        assert deferral.state.aliases.exclude_shared(deferral.weights(), [root]) == ()
+        assert deferral.state.exclude_shared(deferral.weights(), [root]) == ()
         seen = count_hooks(model)
         with deferring(deferral) as deferred:
             model(x).sum().backward()
@@ -106,7 +106,7 @@ def test_an_ordinary_model_has_no_shared_weight() -> None:
     model = nn.Sequential(tied, Block(), tied)
     deferral = Deferral(model)
     with deferral.installed():
-        assert deferral.state.aliases.exclude_shared(deferral.weights(), [model(numbers(3, 5, 16))]) == ()
+        assert deferral.state.exclude_shared(deferral.weights(), [model(numbers(3, 5, 16))]) == ()
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -167,8 +166,16 @@ class _GradientNode(torch.autograd.Function):
         return (None, *deferred.compute())
 
 
-class WeightAliases:
-    """The aliases that replace one stage's weights in the autograd graph, and the weights that cannot have one.
+class LayerMode(Enum):
+    """How the layers of a stage run in a forward, and when its backward recomputes parts of it."""
+
+    PLAIN = "as they are, for a full backward"
+    JOINED = "as nodes above the weights themselves, for a full backward that shows where weights are used"
+    DEFERRED = "as nodes above aliases of the weights, for a split backward"
+
+
+class DeferralState:
+    """What the deferred layers of a stage share: how they run, and the aliases that replace their weights.
 
     Autograd visits the accumulator of a weight even where the gradient is None. With the weight itself in the
     graph, I would therefore fire the hooks that belong to W. An alias is a detached leaf over the same memory.
@@ -179,10 +186,14 @@ class WeightAliases:
     """
 
     def __init__(self) -> None:
+        self.mode = LayerMode.DEFERRED
+        """How layers run while installed."""
+        self.pending: DeferredGradients | None = None
+        """Where the running backward defers weight gradients to; None in a full backward."""
         self._aliases: dict[int, Tensor] = {}
         self._shared: dict[int, Tensor] = {}
 
-    def of(self, weights: list[Tensor | None], *, joined: bool = False) -> list[Tensor | None] | None:
+    def aliases_of(self, weights: list[Tensor | None]) -> list[Tensor | None] | None:
         """Return an alias for each weight, None for a weight that needs no gradient.
 
         Return None for all of them if the first weight, whose gradient is most of the work, is frozen, or if
@@ -190,6 +201,7 @@ class WeightAliases:
         """
         if weights[0] is None or not weights[0].requires_grad or torch.compiler.is_compiling():
             return None
+        joined = self.mode is LayerMode.JOINED
         aliases: list[Tensor | None] = []
         for weight in weights:
             if weight is None or not weight.requires_grad:
@@ -225,7 +237,7 @@ class WeightAliases:
         aliased = ((weight, self._aliases.get(id(weight))) for weight in weights)
         return [weight for weight, alias in aliased if id(weight) in leaves and id(alias) in leaves]
 
-    def clear(self) -> None:
+    def clear_aliases(self) -> None:
         """Drop all aliases; excluded weights stay excluded."""
         self._aliases.clear()
 
@@ -269,25 +281,6 @@ def _leaves_below(roots: Iterable[Tensor | GradientEdge]) -> Iterator[Tensor]:
             to_visit += [below for below, _ in node.next_functions]
 
 
-class LayerMode(Enum):
-    """How the layers of a stage run in a forward, and when its backward recomputes parts of it."""
-
-    PLAIN = "as they are, for a full backward"
-    JOINED = "as nodes above the weights themselves, for a full backward that shows where weights are used"
-    DEFERRED = "as nodes above aliases of the weights, for a split backward"
-
-
-@dataclass
-class DeferralState:
-    """What the deferred layers of a stage share."""
-
-    mode: LayerMode = LayerMode.DEFERRED
-    """How layers run while installed."""
-    pending: DeferredGradients | None = None
-    """Where the running backward defers weight gradients to; None in a full backward."""
-    aliases: WeightAliases = field(default_factory=WeightAliases)
-
-
 class DeferredLayer(NamedTuple):
     """A layer with the rule of its type; `forward` replaces the layer's own while a `Deferral` is installed."""
 
@@ -297,13 +290,11 @@ class DeferredLayer(NamedTuple):
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run the layer as one node, or its own forward where W cannot compute all of its weight gradients."""
-        mode = self.state.mode
-        deferrable = mode is not LayerMode.PLAIN and len(inputs) == 1 and not named and torch.is_grad_enabled()
+        is_one_input = len(inputs) == 1 and not named
+        deferrable = self.state.mode is not LayerMode.PLAIN and is_one_input and torch.is_grad_enabled()
         if deferrable and transform_level() is None:  # vmap looks into nodes
             weights = self._weights_for(inputs[0])
-            joined = mode is LayerMode.JOINED
-            aliases = None if weights is None else self.state.aliases.of(weights, joined=joined)
-            if weights is not None and aliases is not None:
+            if weights is not None and (aliases := self.state.aliases_of(weights)) is not None:
                 return _LayerNode.apply(inputs[0], self, weights, *aliases)  # type: ignore[no-untyped-call]
         return type(self.layer).forward(self.layer, *inputs, **named)
 
@@ -415,7 +406,7 @@ class Deferral:
                 for each in self._deferred:
                     if each.layer.__dict__.get("forward") == each.forward:
                         del each.layer.__dict__["forward"]
-                self.state.aliases.clear()
+                self.state.clear_aliases()
 
     def begin_deferring(self) -> DeferredGradients:
         """I: return the queue into which backwards defer weight gradients; requires that this is installed.
@@ -438,8 +429,8 @@ class Deferral:
         is right unless hooks of the weight get the two parts one after the other.
         """
         if self.state.mode is LayerMode.JOINED:
-            self.state.aliases.exclude_shared(self.weights(), roots)
-        elif self._hooked and (found := self.state.aliases.used_twice(self._hooked, roots)):
+            self.state.exclude_shared(self.weights(), roots)
+        elif self._hooked and (found := self.state.used_twice(self._hooked, roots)):
             names = [
                 name for name, weight in self._module.named_parameters() if any(weight is w for w in found)
             ]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import torch.distributed as dist
@@ -97,9 +97,9 @@ class Connection:
                 uuid4().hex if self.communicator is None else self.communicator.name,
                 config.members,
                 config.timeout.total_seconds(),
-                _weakly(self.status, RankStatus("outside", 0, 0, None)),
-                _weakly(self.stop_waiting, None),
-                _weakly(self.abort_all_groups, None),
+                weakly(self.status, RankStatus("outside", 0, 0, None)),
+                weakly(self.stop_waiting),
+                weakly(self.abort_all_groups),
             )
             self._release = weakref.finalize(self, _release, self.monitor, self.communicator)
 
@@ -283,12 +283,12 @@ def _release(monitor: FailureMonitor, communicator: Communicator | None) -> None
         communicator.close()
 
 
-def _weakly(method: Callable[[], T], default: T) -> Callable[[], T]:
+def weakly(method: Callable[..., T], default: Any = None) -> Callable[..., T]:
     """Return a function that calls a method as long as its object exists, and then returns the default."""
     reference = weakref.WeakMethod(method)
 
-    def call() -> T:
+    def call(*args: Any) -> T:
         alive = reference()
-        return default if alive is None else alive()
+        return default if alive is None else alive(*args)
 
     return call

@@ -85,9 +85,11 @@ class Stage:
     def begin(self, step: StepInputs) -> None:
         """Start a step; discards what a failed step left."""
         self._step = step
-        held = (self.losses, self.outputs, self._states, self._kept, self._saved)
-        for left in (*held, self._host, *self._values.values()):
+        for left in (self.losses, self.outputs, self._states, self._kept, self._saved):
             left.clear()
+        for values in self._values.values():
+            values.clear()
+        self._host.clear()
 
     # --- F and RECOMPUTE ---------------------------------------------------------------------------
 
