@@ -14,7 +14,7 @@ from penstock.arguments import plural
 from penstock.cost.costs import Costs
 from penstock.errors import ActionError, ScheduleError
 from penstock.formats import reads, write_text
-from penstock.ir.action import Action, Overlap, Step, parse_action
+from penstock.ir.action import Overlap, Step, parse_action
 from penstock.ir.dataflow import Inputs, run_dataflow
 from penstock.ir.kinds import Kind
 from penstock.ir.placement import Placement
@@ -60,13 +60,6 @@ def action_of(action: Step) -> _Action:
     return _Action(action.stage, theirs._ComputationType(action.kind.value), action.microbatch)
 
 
-def own_action_of(action: theirs._Action) -> Step:
-    """Return torch's action as an action of ours."""
-    if action.sub_actions is not None or action.stage_index < 0:
-        return parse_action(str(action))
-    return Action(Kind(action.computation_type.value), action.stage_index, action.microbatch_index)
-
-
 def order_of(schedule: Schedule) -> ActionLists:
     """Return a schedule as torch's order; raise `UnhandledKindError` for kinds that torch does not have."""
     known = {kind.value for kind in theirs._ComputationType}
@@ -78,7 +71,9 @@ def schedule_of(
     order: Order, placement: Placement | None = None, microbatches: int | None = None, name: str = "custom"
 ) -> Schedule:
     """Return the schedule of an order without its idle slots; missing arguments are inferred."""
-    rows = [[own_action_of(action) for action in order[rank] if action is not None] for rank in sorted(order)]
+    rows = [
+        [parse_action(str(action)) for action in order[rank] if action is not None] for rank in sorted(order)
+    ]
     return Schedule(rows, placement, microbatches, name)
 
 

@@ -115,11 +115,10 @@ def _check_model(model: ModelConfig) -> list[str | Message]:
 
 def _notes(schedule: Schedule, name: str, *, is_named: bool) -> list[str]:
     notes = [f"copy the tables of {_TOML} to the job's config: module_fqns_per_model_part has no flag"]
-    if not is_named:
-        notes.append(
-            f"{name} is given for its placement only; the order is that of {_CSV}, which each rank reads"
-        )
-    if not is_named and schedule.table.has_pairs:
+    if is_named:
+        return notes
+    notes.append(f"{name} is given for its placement only; the order is that of {_CSV}, which each rank reads")
+    if schedule.table.has_pairs:
         notes.append(
             "torch's runtime runs both halves of an overlapped pair one after the other; test a step of this "
             "schedule with a timeout first"
@@ -164,33 +163,20 @@ def pipeline_llm(
         from torchtitan.distributed import pipeline_parallel  # noqa: PLC0415 -- optional
     except ImportError as error:
         raise MissingExtraError(f"this function needs torchtitan: pip install torchtitan ({error})") from error
-    _check_overlap(parallel_dims, job_config)
-    without_csv = copy.copy(job_config)
-    without_csv.parallelism = dataclasses.replace(job_config.parallelism, pipeline_parallel_schedule_csv="")
-    built, parts, has_first, has_last = pipeline_parallel.pipeline_llm(
-        model, parallel_dims, without_csv, device, model_args, parallelize_fn, loss_fn
-    )
-    return _on_our_runtime(built, job_config.parallelism, loss_fn), parts, has_first, has_last
-
-
-def _on_our_runtime(built: Any, settings: Any, loss_fn: Any) -> _PipelineSchedule:
-    """The schedule of these settings over the stages of torch's schedule."""
-    from penstock.pipelining import schedules  # noqa: PLC0415 -- needs torch
-
-    csv, name = settings.pipeline_parallel_schedule_csv, settings.pipeline_parallel_schedule
-    return schedules.schedule_over(built, name, csv, loss_fn=loss_fn, scale_grads=False)
-
-
-def _check_overlap(parallel_dims: Any, job_config: Any) -> None:
     from penstock.pipelining import schedules  # noqa: PLC0415 -- needs torch
 
     settings = job_config.parallelism
-    wanted = settings.pipeline_parallel_expert_parallel_overlap and parallel_dims.ep > 1
-    if (
-        wanted
-        and schedules.get_schedule_class(settings.pipeline_parallel_schedule) is schedules.ScheduleDualPipeV
-    ):
+    name, overlap = settings.pipeline_parallel_schedule, settings.pipeline_parallel_expert_parallel_overlap
+    if overlap and parallel_dims.ep > 1 and schedules.get_schedule_class(name) is schedules.ScheduleDualPipeV:
         raise PipelineError(
             "torchtitan's overlap of expert-parallel communication is code for torch's runtime: set "
             "parallelism.pipeline_parallel_expert_parallel_overlap = false"
         )
+    without_csv = copy.copy(job_config)
+    without_csv.parallelism = dataclasses.replace(settings, pipeline_parallel_schedule_csv="")
+    built, parts, has_first, has_last = pipeline_parallel.pipeline_llm(
+        model, parallel_dims, without_csv, device, model_args, parallelize_fn, loss_fn
+    )
+    csv = settings.pipeline_parallel_schedule_csv
+    schedule = schedules.schedule_over(built, name, csv, loss_fn=loss_fn, scale_grads=False)
+    return schedule, parts, has_first, has_last

@@ -26,6 +26,13 @@ def receiving_stage(schedule: Schedule, source: int, target: int) -> int:
     return graph.edges[int(schedule.table.carrier[graph.number[source, target]])][1]
 
 
+def needed_channels(schedule: Schedule, kind: Kind, stage: int) -> list[ChannelKey]:
+    """Return the channels, of RECV_F or RECV_B, of what a stage needs, also of what is on its own rank."""
+    if kind is Kind.RECV_B:
+        return [(kind, stage, other) for other in schedule.graph.outputs(stage)]
+    return [(kind, receiving_stage(schedule, other, stage), other) for other in schedule.graph.inputs(stage)]
+
+
 def channels_between_ranks(schedule: Schedule) -> list[tuple[int, int, int]]:
     """Number, sending rank and receiving rank of every channel between ranks, in the same order on all ranks.
 
@@ -114,22 +121,19 @@ class ValueSources:
 
     def inputs(self, index: int) -> Source | None:
         """Return the outputs of the stages that feed this one; None if it gets the batch."""
-        schedule = self._schedule
-        keys = [
-            (Kind.RECV_F, receiving_stage(schedule, other, index), other)
-            for other in schedule.graph.inputs(index)
-        ]
-        return one_source([self._source(index, key) for key in keys], joined_inputs)
+        return one_source(self._sources(Kind.RECV_F, index), joined_inputs)
 
     def gradients(self, index: int) -> Source | None:
         """Return the gradients from the stages that this one feeds; None if it has a loss."""
-        keys = [(Kind.RECV_B, index, other) for other in self._schedule.graph.outputs(index)]
-        return one_source([self._source(index, key) for key in keys], joined_gradients)
+        return one_source(self._sources(Kind.RECV_B, index), joined_gradients)
 
     def receive_buffer_bytes(self) -> int:
         """Bytes of messages whose receive is posted and that a stage has still to use."""
         held = sum(channel.held_bytes for channel in self._receives.values())
         return held + sum(shared.held_bytes for shared in self._shared.values())
+
+    def _sources(self, kind: Kind, index: int) -> list[Source]:
+        return [self._source(index, key) for key in needed_channels(self._schedule, kind, index)]
 
     def _source(self, index: int, key: ChannelKey) -> Source:
         """Return where a stage gets a value from: a channel, which several may share, or another stage."""

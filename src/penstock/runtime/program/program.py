@@ -26,7 +26,7 @@ from penstock.ir.kinds import MEMORY_KINDS, Kind, handler_of
 from penstock.ir.schedule import Schedule
 from penstock.runtime.config import ActionCall, CustomFunction, VerifiedSchedule
 from penstock.runtime.data_parallel.replica_group import ReplicaGroup
-from penstock.runtime.program.channel_ends import ChannelKey, receiving_stage
+from penstock.runtime.program.channel_ends import ChannelKey, needed_channels
 from penstock.runtime.stage.stage import Stage
 from penstock.runtime.torch_internals.autograd import profiler_enabled
 from penstock.runtime.transport.channels import ReceiveChannel, SendChannel
@@ -80,7 +80,6 @@ class Program:
         self.steps = schedule.ranks[rank]
         self.progress = progress
         self._calls = tuple(calls)
-        self._names = tuple(map(self._name, self._calls))
 
     def _name(self, call: Call) -> str:
         """The range of a call in torch's profiler: `PP:2F1` is the action alone, without what it waits for."""
@@ -157,9 +156,9 @@ class Program:
         If torch's profiler is active, every action and every wait is a range in it.
         """
         profiled = profiler_enabled()
-        for index, call in enumerate(self._calls_to_run()):
+        for call in self._calls_to_run():
             if profiled:
-                with torch.profiler.record_function(self._names[index]):
+                with torch.profiler.record_function(self._name(call)):
                     call.run()
             else:
                 call.run()
@@ -437,26 +436,19 @@ class _Compiler:
 
     def _waits(self, position: int, part: Action) -> Iterator[Call]:
         """Yield the waits for the messages that an action needs; the call of each sender is checked once."""
-        for receive in self._needed(part):
-            channel = self._context.receive_channels.get(channel_key(receive))
+        needs = rule_of(part.kind).needs
+        for key in () if needs is None else needed_channels(self._schedule, needs, part.stage):
+            kind, stage, other = key
+            receive = Action(kind, stage, part.microbatch, other)
+            channel = self._context.receive_channels.get(key)
             if channel is None or receive in self._received:
                 continue
             self._received.add(receive)
-            yield from self._post_next(position, channel_key(receive))
+            yield from self._post_next(position, key)
             if channel.peer not in self._checked:
                 self._checked.add(channel.peer)
                 yield Call(position, CallType.WAIT, partial(self._context.check_call, channel.peer), receive)
             yield Call(position, CallType.WAIT, partial(channel.wait, _microbatch(part)), receive)
-
-    def _needed(self, part: Action) -> Iterator[Action]:
-        """Yield the receives of the values that an action needs, also if they are on this rank already."""
-        schedule, needs = self._schedule, rule_of(part.kind).needs
-        if needs is Kind.RECV_F:
-            for source in schedule.graph.inputs(part.stage):
-                yield Action(needs, receiving_stage(schedule, source, part.stage), part.microbatch, source)
-        elif needs is not None:
-            for target in schedule.graph.outputs(part.stage):
-                yield Action(needs, part.stage, part.microbatch, target)
 
     def _release(self, position: int, earlier: int, *, if_long: bool = False) -> Call:
         (send,) = self._steps[earlier].parts

@@ -228,11 +228,9 @@ class _Identity(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """The same tensors, as results of this node."""
         ctx.set_materialize_grads(False)  # an unused input has no gradient instead of zeros
         return tuple([each.detach() for each in inputs])
 
     @staticmethod
     def backward(_ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        """The same gradients."""
         return gradients
