@@ -61,7 +61,7 @@ def edit_line(rng: random.Random, text: str) -> str:
 def edit_cell(rng: random.Random, text: str) -> str:
     cells = text.split(",")
     i = rng.randrange(len(cells))
-    new = rng.choice([*cells, "", "9F9", "0F0", '"1F0"', "null", "-1", "1e9", "[]", "67108863W67108863"])
+    new = rng.choice([*cells, "", "9F9", "0F0", '"1F0"', "null", "-1", "1e9", "[]", "65535W1048575"])
     return ",".join([*cells[:i], new, *cells[i + rng.randrange(2) :]])
 
 

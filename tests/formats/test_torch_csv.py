@@ -95,8 +95,8 @@ def test_a_cell_that_is_not_an_action_is_rejected_with_its_location(cell: str) -
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("60000000F0\n", "names stage 60000000, but"),
-        ("0F60000000\n", "names microbatch 60000000, but"),
+        ("60000F0\n", "names stage 60000, but"),
+        ("0F1000000\n", "names microbatch 1000000, but"),
         ("0F0\n0B0\n", "rank 1: no stage"),
         ("0F0" * 100_000, "invalid CSV"),
     ],

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ActionError
-from penstock.ir.action import MAX_ID, Action, Overlap, Step, parse_action
-from penstock.ir.encoding import code_of, decode, encode
+from penstock.ir.action import MAX_MICROBATCH, MAX_STAGE, Action, Overlap, Step, parse_action
+from penstock.ir.encoding import MICROBATCH_SHIFT, code_of, decode, encode
 from penstock.ir.kinds import Kind
 
 COMPUTE = {Kind.F, Kind.I, Kind.W, Kind.B, Kind.RECOMPUTE, Kind.OVERLAP_F_B}
@@ -91,10 +91,10 @@ def test_an_action_is_its_own_only_part_and_a_pair_has_two() -> None:
         (Kind.F, 0, None, "F needs a microbatch"),
         (Kind.SEND_B, 0, None, "SEND_B needs a microbatch"),
         (Kind.UNSHARD, 0, 0, "UNSHARD has no microbatch"),
-        (Kind.F, -1, 0, "stage -1 is not in 0..67108863"),
-        (Kind.F, 0, -1, "microbatch -1 is not in 0..67108863"),
-        (Kind.F, MAX_ID + 1, 0, "stage 67108864 is not in"),
-        (Kind.F, 0, MAX_ID + 1, "microbatch 67108864 is not in"),
+        (Kind.F, -1, 0, "stage -1 is not in 0..65535"),
+        (Kind.F, 0, -1, "microbatch -1 is not in 0..1048575"),
+        (Kind.F, MAX_STAGE + 1, 0, "stage 65536 is not in"),
+        (Kind.F, 0, MAX_MICROBATCH + 1, "microbatch 1048576 is not in"),
         (Kind.OVERLAP_F_B, 0, None, "an overlapped pair is an Overlap"),
     ],
 )
@@ -154,7 +154,7 @@ def test_a_forward_overlaps_with_an_input_gradient_too() -> None:
 
 
 def test_the_largest_numbers_are_read() -> None:
-    assert parse_action(f"{MAX_ID}F{MAX_ID}") == Action(Kind.F, MAX_ID, MAX_ID)
+    assert parse_action(f"{MAX_STAGE}F{MAX_MICROBATCH}") == Action(Kind.F, MAX_STAGE, MAX_MICROBATCH)
 
 
 # what is wrong, where it stands, and what the message says about it
@@ -194,8 +194,9 @@ REFUSED = [
     ("1F١", 2, "F needs a microbatch number"),
     ("1F²", 2, "F needs a microbatch number"),
     ("\uff11F0", 0, "does not begin with a stage number"),  # a full-width 1
-    ("67108864F0", 0, "the stage number is larger than 67108863"),
-    ("1F67108864", 2, "the microbatch number is larger than 67108863"),
+    ("65536F0", 0, "the stage number is larger than 65535"),
+    ("1F1048576", 2, "the microbatch number is larger than 1048575"),
+    ("1SEND_F0>65536", 9, "the other end's stage number is larger than 65535"),
     ("9" * 5000 + "F0", 0, "the stage number is larger"),
     ("1F" + "9" * 5000, 2, "the microbatch number is larger"),
     # pairs
@@ -255,12 +256,14 @@ def test_a_message_about_a_bad_kind_names_the_kinds_there_are() -> None:
 
 # --- promises for all actions ----------------------------------------------------------------------
 
-ids = st.integers(0, MAX_ID)
+stages, microbatches = st.integers(0, MAX_STAGE), st.integers(0, MAX_MICROBATCH)
 
 
 def action_of(*kinds: Kind) -> st.SearchStrategy[Action]:
     return st.sampled_from(kinds).flatmap(
-        lambda kind: st.builds(Action, st.just(kind), ids, ids if kind.has_microbatch else st.none())
+        lambda kind: st.builds(
+            Action, st.just(kind), stages, microbatches if kind.has_microbatch else st.none()
+        )
     )
 
 
@@ -294,4 +297,4 @@ def test_any_text_is_an_action_or_is_rejected_at_a_position_inside_it(text: str)
 
 
 def test_a_code_moves_along_by_microbatches() -> None:
-    assert code_of(Kind.F, 2, 5) == code_of(Kind.F, 2) + (5 << 6)
+    assert code_of(Kind.F, 2, 5) == code_of(Kind.F, 2) + (5 << MICROBATCH_SHIFT)

@@ -11,7 +11,7 @@ import pytest
 import penstock
 from penstock import Action, Kind, Overlap, Placement, Schedule, StageGraph
 from penstock.errors import ActionError, PenstockError, ScheduleError
-from penstock.ir.encoding import encode
+from penstock.ir.encoding import MICROBATCH_SHIFT, encode
 from tests.ir.test_placement import little_memory
 
 F, B = Kind.F, Kind.B
@@ -130,7 +130,7 @@ def test_its_arrays_cannot_be_written_to() -> None:
 def test_the_rows_it_was_made_from_can_change_without_it() -> None:
     row = np.array(list(encode([Action(F, 0, 0)])))
     schedule = Schedule.from_codes([row], Placement.loop(1), 1, "mine")
-    row[0] += 1 << 6
+    row[0] += 1 << MICROBATCH_SHIFT
     assert str(schedule) == "0F0"
 
 
@@ -256,9 +256,9 @@ def test_parse_takes_a_text() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("60000000F0", "names stage 60000000, but 1 action"),
-        ("0F0 0B0 60000000UNSHARD", "names stage 60000000, but 3 actions"),
-        ("0F60000000", "names microbatch 60000000, but 1 action"),
+        ("60000F0", "names stage 60000, but 1 action"),
+        ("0F0 0B0 60000UNSHARD", "names stage 60000, but 3 actions"),
+        ("0F1000000", "names microbatch 1000000, but 1 action"),
         ("0F0 0F1 1F5", "names microbatch 5, but 3 actions"),
         ("3F0 0F0", "names stage 3, but 2 actions"),
     ],
@@ -276,7 +276,7 @@ def test_more_microbatches_than_the_steps_can_cover_take_no_memory(microbatches:
 
 def test_a_huge_number_beside_a_given_placement_is_left_to_validation() -> None:
     with little_memory():
-        schedule = Schedule.parse("60000000F60000000", Placement.loop(1), 1)
+        schedule = Schedule.parse("60000F1000000", Placement.loop(1), 1)
         codes = [violation.code for violation in penstock.validate(schedule)]
     assert codes == ["stage-out-of-range", "microbatch-out-of-range", "missing-forward"]
 

@@ -42,6 +42,8 @@ def leave_out_stages(schedule: Schedule, stages_per_rank: StagesPerRank) -> Sche
 
 MAX_WORK = 1 << 24
 """The largest product of stages and microbatches that `build` accepts."""
+_MOST_MICROBATCHES = 1_000_000
+"""Fewer than an action can name: some families build for a few more, and drop them."""
 _ALMOST = 0.85
 """Similarity from which on one of torch's names is meant, which messages do not list."""
 
@@ -210,6 +212,8 @@ def graph_and_stages(stages_per_rank: object) -> Message:
 def _check_work(stages: int, microbatches: int, given: str) -> None:
     if stages * microbatches > MAX_WORK:
         raise BuildError(f"stages times microbatches must be at most {MAX_WORK} (given {given})")
+    if microbatches > _MOST_MICROBATCHES:
+        raise BuildError(f"microbatches must be at most {_MOST_MICROBATCHES} (given {given})")
 
 
 def _problems(

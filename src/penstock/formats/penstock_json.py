@@ -18,7 +18,7 @@ from penstock.arguments import printable
 from penstock.errors import FormatError, Message, PlacementError, ScheduleError
 from penstock.formats.files import SCHEDULE, JsonError, kind_of_file, parse_json
 from penstock.formats.step_texts import Row, parse_row, schedule_of
-from penstock.ir.action import MAX_ID
+from penstock.ir.action import MAX_MICROBATCH, MAX_STAGE
 from penstock.ir.graph import StageGraph
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
@@ -112,8 +112,8 @@ def _key_problems(document: dict[str, Any]) -> list[str]:
     return problems
 
 
-def _is_integer(value: object, least: int) -> bool:
-    return type(value) is int and least <= value <= MAX_ID
+def _is_integer(value: object, least: int, most: int) -> bool:
+    return type(value) is int and least <= value <= most
 
 
 def _is_unicode(value: object) -> bool:
@@ -122,7 +122,9 @@ def _is_unicode(value: object) -> bool:
 
 
 def _is_edge(value: object) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(_is_integer(stage, 0) for stage in value)
+    return (
+        isinstance(value, list) and len(value) == 2 and all(_is_integer(stage, 0, MAX_STAGE) for stage in value)
+    )
 
 
 def _is_list_of_texts(value: object) -> bool:
@@ -133,10 +135,13 @@ _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "format": (lambda x: x == _FORMAT, f'"{_FORMAT}"'),
     "version": (lambda x: type(x) is int and x == _VERSION, f"{_VERSION}, the only version so far"),
     "name": (_is_unicode, "a string"),
-    "microbatches": (lambda x: _is_integer(x, 1), f"an integer from 1 to {MAX_ID}"),
+    "microbatches": (
+        lambda x: _is_integer(x, 1, MAX_MICROBATCH + 1),
+        f"an integer from 1 to {MAX_MICROBATCH + 1}",
+    ),
     "level": (lambda x: x in ("compute", "lowered"), '"compute" or "lowered"'),
     "stage_to_rank": (
-        lambda x: isinstance(x, list) and all(_is_integer(rank, 0) for rank in x),
+        lambda x: isinstance(x, list) and all(_is_integer(rank, 0, MAX_STAGE) for rank in x),
         "a list with the rank of every stage",
     ),
     "edges": (

@@ -14,23 +14,37 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from penstock.arguments import printable, whole_number
 from penstock.errors import ActionError
-from penstock.ir.kinds import Kind
+from penstock.ir.kinds import Kind, StageRelation
 
-MAX_ID = (1 << 26) - 1
-"""The largest stage or microbatch number."""
+STAGE_BITS, MICROBATCH_BITS = 16, 20
+MAX_STAGE = (1 << STAGE_BITS) - 1
+"""The largest stage number."""
+MAX_MICROBATCH = (1 << MICROBATCH_BITS) - 1
+"""The largest microbatch number."""
+_LARGEST = {"stage": MAX_STAGE, "microbatch": MAX_MICROBATCH, "peer": MAX_STAGE}
 
 
-_ARROWS = {True: ">", False: "<"}  # a send names its target, a receive its source
+class WorkUnit(NamedTuple):
+    """What one microbatch is at one stage: the key of whatever is held or counted for it."""
+
+    stage: int
+    microbatch: int
 
 
 def chain_neighbour(kind: Kind, stage: int) -> int:
     """The stage at the other end of a message along the chain 0 -> 1 -> 2 -> ..."""
-    forwards = kind.spec.value == "activation"
-    return stage + 1 if forwards == kind.is_send else stage - 1
+    if kind.spec.other_end is None:
+        raise ActionError(f"{stage}{kind}", 0, f"{kind} is not a message: it has no other end")
+    return stage + 1 if kind.spec.other_end is StageRelation.OUTPUTS else stage - 1
+
+
+def _arrow(kind: Kind) -> str:
+    """What stands before the stage at the other end: a receive names its source, all else the target."""
+    return "<" if kind.is_receive else ">"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +63,15 @@ class Action:
         if (self.microbatch is not None) != self.kind.has_microbatch:
             needs = "needs a microbatch" if self.kind.has_microbatch else "has no microbatch"
             raise ActionError(str(self), 0, f"{self.kind} {needs}")
-        if self.peer is not None and not self.kind.is_communication:
+        if self.peer is not None and self.kind.spec.other_end is None:
             raise ActionError(str(self), 0, f"{self.kind} is not a message: it has no other end")
-        for name in ("stage", "microbatch", "peer"):
+        for name, largest in _LARGEST.items():
             number = getattr(self, name)
             if number is None:
                 continue
             whole = number if type(number) is int else whole_number(number)
-            if whole is None or not 0 <= whole <= MAX_ID:
-                reason = f"{name} {printable(repr(number))} is not in 0..{MAX_ID}"
+            if whole is None or not 0 <= whole <= largest:
+                reason = f"{name} {printable(repr(number))} is not in 0..{largest}"
                 raise ActionError(str(self), 0, reason)
             if whole is not number:
                 object.__setattr__(self, name, whole)
@@ -67,13 +81,18 @@ class Action:
 
     def __str__(self) -> str:
         microbatch = "" if self.microbatch is None else self.microbatch
-        other_end = "" if self.peer is None else f"{_ARROWS[self.kind.is_send]}{self.peer}"
+        other_end = "" if self.peer is None else f"{_arrow(self.kind)}{self.peer}"
         return f"{self.stage}{self.kind.value}{microbatch}{other_end}"
 
     @property
     def other_end(self) -> int:
-        """For a message: the stage at the other end."""
+        """For a message: the stage at the other end; `ActionError` for everything else."""
         return chain_neighbour(self.kind, self.stage) if self.peer is None else self.peer
+
+    @property
+    def work_unit(self) -> WorkUnit:
+        """Its stage and microbatch; microbatch 0 for what has none, as in the integer form."""
+        return WorkUnit(self.stage, self.microbatch or 0)
 
     @property
     def parts(self) -> tuple[Action, ...]:
@@ -137,14 +156,16 @@ def parse_action(text: str) -> Step:
 def _parse_part(text: str, part: str, offset: int) -> Action:
     """Read `part`, which begins at `offset` in `text`."""
     match = _ACTION.fullmatch(part)
-    if match is None or any(int(match[group] or 0) > MAX_ID for group in (1, 3, 5)):
+    if match is None or any(
+        int(match[group] or 0) > largest for group, largest in zip((1, 3, 5), _LARGEST.values())
+    ):
         raise _error(text, part, offset)
     if match[6]:
         return Action(Kind(match[6]), int(match[1]))
     kind = Kind(match[2])
     if match[4] is None:
         return Action(kind, int(match[1]), int(match[3]))
-    if not kind.is_communication or match[4] != _ARROWS[kind.is_send]:
+    if kind.spec.other_end is None or match[4] != _arrow(kind):
         reason = "a SEND names its target with >, a RECV its source with <, other kinds name neither"
         raise ActionError(text, offset + match.start(4), reason)
     return Action(kind, int(match[1]), int(match[3]), int(match[5]))
@@ -192,7 +213,7 @@ def _first_error(part: str) -> tuple[int, str]:
     digits = len(part) - len(rest)
     if not digits:
         return 0, "it does not begin with a stage number, as 2F0 does"
-    if reason := _bad_number(part[:digits], "stage"):
+    if reason := _bad_number(part[:digits], "stage", MAX_STAGE):
         return 0, reason
     tokens = [k.value for k in Kind if k is not Kind.OVERLAP_F_B and rest.startswith(k.value)]
     if not tokens:
@@ -206,19 +227,19 @@ def _first_error(part: str) -> tuple[int, str]:
     number = after[: len(after) - len(after.lstrip("0123456789"))]
     if not number:
         return position, f"{token} needs a microbatch number after it"
-    if reason := _bad_number(number, "microbatch"):
+    if reason := _bad_number(number, "microbatch", MAX_MICROBATCH):
         return position, reason
     after = after[len(number) :]
-    if after[:1] in ("<", ">") and (reason := _bad_number(after[1:], "other end's stage")):
+    if after[:1] in ("<", ">") and (reason := _bad_number(after[1:], "other end's stage", MAX_STAGE)):
         return position + len(number) + 1, reason
     return position + len(number), "unexpected text after the action"
 
 
-def _bad_number(digits: str, name: str) -> str | None:
+def _bad_number(digits: str, name: str, largest: int) -> str | None:
     if not digits.isdecimal():
         return f"the {name} must be a number"
     if digits[0] == "0" and len(digits) > 1:
         return f"the {name} number has a leading zero"
-    if len(digits) > 8 or int(digits) > MAX_ID:
-        return f"the {name} number is larger than {MAX_ID}"
+    if len(digits) > 8 or int(digits) > largest:
+        return f"the {name} number is larger than {largest}"
     return None

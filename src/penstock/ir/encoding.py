@@ -10,24 +10,27 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import ActionError
-from penstock.ir.action import MAX_ID, Action, Overlap, Step, parse_action
+from penstock.ir.action import MICROBATCH_BITS, STAGE_BITS, Action, Overlap, Step, parse_action
 from penstock.ir.graph import StageGraph
 from penstock.ir.kinds import Kind
 
 # Actions as integers, for hot loops: one `int` per part; an overlapped pair is two parts in a row.
 #
-#     bit   62 ... 58 57 ......... 32 31 ............ 6 5 ... 1   0
-#           port      stage           microbatch        kind      joined: second part of a pair
+#     bit   56 ... 52 51 ... 36 35 ...... 16 15 ... 6 5 ... 1   0
+#           port      stage     microbatch   slice    kind      joined: second part of a pair
+#     bits  5         16        20           10       5         1
 #
+# The slice of a microbatch is always 0 so far: its bits are reserved.
 # The port distinguishes the messages of a stage that has several edges in one direction: 0 is the neighbour in
 # the chain, the others are numbered by the stage graph (`penstock.ir.graph`).
 
 
 JOINED = 1
 KIND_SHIFT, KIND_MASK = 1, 0x1F
-MICROBATCH_SHIFT, MICROBATCH_MASK = 6, MAX_ID
-STAGE_SHIFT, STAGE_MASK = 32, MAX_ID
-PORT_SHIFT = 58
+SLICE_BITS = 10
+MICROBATCH_SHIFT, MICROBATCH_MASK = 6 + SLICE_BITS, (1 << MICROBATCH_BITS) - 1
+STAGE_SHIFT, STAGE_MASK = MICROBATCH_SHIFT + MICROBATCH_BITS, (1 << STAGE_BITS) - 1
+PORT_SHIFT = STAGE_SHIFT + STAGE_BITS
 
 
 def code_of(kind: Kind, stage: int, microbatch: int = 0, port: int = 0) -> int:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from penstock.arguments import plural, printable, whole_number
 from penstock.errors import PlacementError, ScheduleError
 from penstock.ir.action import chain_neighbour
-from penstock.ir.kinds import Kind
+from penstock.ir.kinds import Kind, StageRelation
 
 Edge = tuple[int, int]
 """The stage that feeds, and the stage that is fed."""
@@ -172,8 +172,7 @@ class StageGraph:
         return inputs, outputs
 
     def _ports(self, kind: Kind) -> dict[int, list[int]]:
-        """For SEND_F and RECV_B the other end is an output, for RECV_F and SEND_B an input."""
-        return self._extra_ports[kind in (Kind.SEND_F, Kind.RECV_B)]
+        return self._extra_ports[kind.spec.other_end is StageRelation.OUTPUTS]
 
     def port(self, kind: Kind, stage: int, peer: int) -> int:
         """The port of a message between two stages."""
@@ -199,7 +198,7 @@ class StageGraph:
 
     def edges_by_port(self, kind: Kind) -> npt.NDArray[np.int64]:
         """Per stage and port: the number of the edge that a message of this kind travels on, -1 for none."""
-        towards_output = kind in (Kind.SEND_F, Kind.RECV_B)
+        towards_output = kind.spec.other_end is StageRelation.OUTPUTS
         if self.is_chain:
             edge = np.arange(self.num_stages, dtype=np.int64)
             return np.append(edge[:-1], -1)[:, None] if towards_output else edge[:, None] - 1

@@ -1,21 +1,34 @@
-"""The table of action kinds: for each, the resource it occupies, its cost, what it needs and what memory it
-holds.
+"""The table of action kinds: for each, its role, the resource it occupies, its cost, what it needs and what
+memory it holds.
 
 Every component reads this table: the simulator its resources and costs, `cost.memory` its memory effects,
 `ir.table` its dependencies, the parser its text. To add a kind, add a member to `Kind` and a row to
 `KIND_SPECS`; each component that must do something for it then raises `UnhandledKindError` until it does.
+Registered beside the table are the picture (`view.kinds`), the rule of the runtime (`runtime.program.program`)
+and the token of the search (`search.problem`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from penstock.errors import UnhandledKindError
 
 T = TypeVar("T")
+
+
+class Role(Enum):
+    """What an action does for its rank."""
+
+    COMPUTE = "compute"
+    SEND = "send"
+    RECEIVE = "receive"
+    WAIT = "wait"
+    COLLECTIVE = "collective"
+    COPY = "copy"
 
 
 class Resource(Enum):
@@ -78,6 +91,7 @@ class MemoryEffect:
 class KindSpec:
     """One row of the table."""
 
+    role: Role
     resource: Resource
     meaning: str
     cost: str | None = None
@@ -86,12 +100,14 @@ class KindSpec:
     """The fields of `Costs` with its seconds on the all-to-all stream: their sum."""
     has_microbatch: bool = True
     value: str | None = None
-    """For a SEND or RECV: what the message carries, `activation` or `gradient`."""
+    """Of a message: what it carries, `activation` or `gradient`."""
+    other_end: StageRelation | None = None
+    """Of a message: where its other end is, seen from the stage of the action."""
     needs: tuple[Dependency, ...] = ()
     memory: tuple[MemoryEffect, ...] = ()
     frees_input_at: Moment = Moment.END
     """When the receive buffer of a message that this action consumes is free."""
-    repeatable: bool = field(default=False)
+    repeatable: bool = False
     """Whether it may come more than once for the same stage and microbatch."""
 
 
@@ -112,75 +128,71 @@ def _activations(at: Moment, of: str | None = None, **sizes: int) -> tuple[Memor
     return (MemoryEffect(MemoryLine.ACTIVATIONS, at, sizes, of),)
 
 
-def _message(value: str, direction: str) -> KindSpec:
+def _compute(meaning: str, cost: str, **fields: Any) -> KindSpec:  # noqa: ANN401 -- fields of `KindSpec`
+    return KindSpec(Role.COMPUTE, Resource.COMPUTE, meaning, cost, **fields)
+
+
+def _message(role: Role, value: str, other_end: StageRelation) -> KindSpec:
     held = MemoryEffect(MemoryLine.RECEIVE_BUFFERS, Moment.START, {f"{value}_message": 1})
-    return KindSpec(
-        Resource.CHANNEL, f"{direction} {value}", value=value, memory=(held,) if direction == "receive" else ()
-    )
+    memory = (held,) if role is Role.RECEIVE else ()
+    meaning = f"{role.value} {value}"
+    return KindSpec(role, Resource.CHANNEL, meaning, value=value, other_end=other_end, memory=memory)
 
 
 def _collective(cost: str, meaning: str, *memory: MemoryEffect, repeatable: bool = True) -> KindSpec:
     return KindSpec(
-        Resource.COLLECTIVE, meaning, cost, has_microbatch=False, memory=memory, repeatable=repeatable
+        *(Role.COLLECTIVE, Resource.COLLECTIVE, meaning, cost),
+        has_microbatch=False,
+        memory=memory,
+        repeatable=repeatable,
     )
 
 
-_UNSHARDED = {"unsharded_parameters": 1}
+def _unsharded(at: Moment, factor: int) -> MemoryEffect:
+    return MemoryEffect(MemoryLine.UNSHARDED, at, {"unsharded_parameters": factor})
+
 
 KIND_SPECS: dict[str, KindSpec] = {
-    "F": KindSpec(
-        Resource.COMPUTE,
+    "F": _compute(
         "forward",
         "forward",
-        ("forward_all_to_all",),
+        all_to_all=("forward_all_to_all",),
         needs=(_ACTIVATION,),
         memory=_activations(Moment.START, activation=1),
         frees_input_at=Moment.START,  # from then on the input is part of the stage's activation
     ),
-    "I": KindSpec(
-        Resource.COMPUTE,
+    "I": _compute(
         "input gradient (dgrad)",
         "backward_input",
-        ("backward_input_all_to_all",),
+        all_to_all=("backward_input_all_to_all",),
         needs=(_FORWARD, _GRADIENT, _RECOMPUTED, _RELOADED),
         memory=_activations(Moment.END, activation_freed_by_input=-1),
     ),
-    "W": KindSpec(
-        Resource.COMPUTE,
+    "W": _compute(
         "weight gradient (wgrad)",
         "backward_weight",
-        ("backward_weight_all_to_all",),
+        all_to_all=("backward_weight_all_to_all",),
         needs=(_INPUT_GRADIENT,),
         memory=_activations(Moment.END, activation=-1, activation_freed_by_input=1),
     ),
-    "B": KindSpec(
-        Resource.COMPUTE,
+    "B": _compute(
         "full backward: input and weight gradient",
         "backward",
-        ("backward_input_all_to_all", "backward_weight_all_to_all"),
+        all_to_all=("backward_input_all_to_all", "backward_weight_all_to_all"),
         needs=(_FORWARD, _GRADIENT, _RECOMPUTED, _RELOADED),
         memory=_activations(Moment.END, activation=-1),
     ),
-    "SEND_F": _message("activation", "send"),
-    "RECV_F": _message("activation", "receive"),
-    "SEND_B": _message("gradient", "send"),
-    "RECV_B": _message("gradient", "receive"),
-    "UNSHARD": _collective(
-        "unshard",
-        "all-gather the stage's parameters",
-        MemoryEffect(MemoryLine.UNSHARDED, Moment.START, _UNSHARDED),
-    ),
-    "RESHARD": _collective(
-        "reshard",
-        "free the gathered parameters",
-        MemoryEffect(MemoryLine.UNSHARDED, Moment.END, {name: -n for name, n in _UNSHARDED.items()}),
-    ),
+    "SEND_F": _message(Role.SEND, "activation", StageRelation.OUTPUTS),
+    "RECV_F": _message(Role.RECEIVE, "activation", StageRelation.INPUTS),
+    "SEND_B": _message(Role.SEND, "gradient", StageRelation.INPUTS),
+    "RECV_B": _message(Role.RECEIVE, "gradient", StageRelation.OUTPUTS),
+    "UNSHARD": _collective("unshard", "all-gather the stage's parameters", _unsharded(Moment.START, 1)),
+    "RESHARD": _collective("reshard", "free the gathered parameters", _unsharded(Moment.END, -1)),
     "REDUCE_GRAD": _collective("reduce_grad", "reduce the stage's gradients over replicas", repeatable=False),
-    "RECOMPUTE": KindSpec(
-        Resource.COMPUTE,
+    "RECOMPUTE": _compute(
         "repeat the forward, of which F kept only the checkpoint",
         "recompute",
-        ("forward_all_to_all",),
+        all_to_all=("forward_all_to_all",),
         needs=(_TO_RECOMPUTE, _RELOADED_CHECKPOINT),
         memory=(
             *_activations(Moment.START, activation=1, checkpoint=-1),
@@ -190,20 +202,16 @@ KIND_SPECS: dict[str, KindSpec] = {
         ),
     ),
     "OFFLOAD": KindSpec(
-        Resource.TO_HOST,
-        "copy what F keeps to the host, and free it",
+        *(Role.COPY, Resource.TO_HOST, "copy what F keeps to the host, and free it"),
         needs=(_TO_OFFLOAD,),
         memory=_activations(Moment.END, offloadable=-1),
     ),
     "RELOAD": KindSpec(
-        Resource.FROM_HOST,
-        "copy it back from the host",
+        *(Role.COPY, Resource.FROM_HOST, "copy it back from the host"),
         needs=(_TO_RELOAD,),
         memory=_activations(Moment.START, offloadable=1),
     ),
-    "OVERLAP_F_B": KindSpec(
-        Resource.COMPUTE, "a forward and a backward in one step", "overlap", has_microbatch=False
-    ),
+    "OVERLAP_F_B": _compute("a forward and a backward in one step", "overlap", has_microbatch=False),
 }
 """By text. The spec of an overlapped pair is that of its parts, but for its cost."""
 
@@ -235,13 +243,14 @@ class Kind(Enum):
     def __init__(self, token: str) -> None:
         self.number: int = len(type(self).__members__)
         self.spec = KIND_SPECS[token]
-        self.is_compute = self.spec.resource is Resource.COMPUTE
+        role = self.spec.role
+        self.is_compute = role is Role.COMPUTE
         self.is_backward = any(need.what in ("forward", "input gradient") for need in self.spec.needs)
-        self.is_send = token.startswith("SEND_")
-        self.is_receive = token.startswith("RECV_")
-        self.is_communication = self.spec.resource is Resource.CHANNEL
-        self.is_collective = self.spec.resource is Resource.COLLECTIVE
-        self.is_host_copy = self.spec.resource in (Resource.TO_HOST, Resource.FROM_HOST)
+        self.is_send = role is Role.SEND
+        self.is_receive = role is Role.RECEIVE
+        self.is_communication = self.is_send or self.is_receive
+        self.is_collective = role is Role.COLLECTIVE
+        self.is_host_copy = role is Role.COPY
         self.has_microbatch = self.spec.has_microbatch
 
     def __str__(self) -> str:

@@ -16,8 +16,9 @@ from math import prod
 
 from penstock.arguments import plural, printable, whole_number
 from penstock.errors import Message, Parameter, PlacementError
+from penstock.ir.action import MAX_STAGE
 
-MAX_STAGES = 1 << 20
+MAX_STAGES = MAX_STAGE + 1
 """The largest number of stages."""
 
 StagesPerRank = int | Sequence[int]
@@ -38,6 +39,8 @@ class Placement:
         object.__setattr__(self, "stage_to_rank", hosts)
         if not self.stage_to_rank:
             raise PlacementError("a placement needs at least one stage")
+        if len(hosts) > MAX_STAGES:
+            raise PlacementError(f"there are at most {MAX_STAGES} stages (given {len(hosts)})")
         if negative := [s for s, rank in enumerate(self.stage_to_rank) if rank < 0]:
             raise PlacementError(f"ranks are numbered from 0: stages {negative[:4]} have a negative rank")
         used = set(self.stage_to_rank)

@@ -16,7 +16,7 @@ import numpy as np
 from penstock.arguments import plural, printable, some, whole_number
 from penstock.display import Displayed
 from penstock.errors import ActionError, ScheduleError
-from penstock.ir.action import Action, Overlap, Step, parse_action
+from penstock.ir.action import MAX_MICROBATCH, Action, Overlap, Step, parse_action
 from penstock.ir.encoding import (
     JOINED,
     Bools,
@@ -175,6 +175,8 @@ class Schedule(Displayed):
                 f"{plural(num_parts, 'action')} cannot cover {plural(placement.num_stages, 'stage')} "
                 f"and {plural(microbatches, 'microbatch')}"
             )
+        if microbatches > MAX_MICROBATCH + 1:
+            raise ScheduleError(f"there are at most {MAX_MICROBATCH + 1} microbatches (given {microbatches})")
         self._set(ActionTable.of(rows, placement, graph, microbatches), name)
 
     def _set(self, table: ActionTable, name: str) -> None:

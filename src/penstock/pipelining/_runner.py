@@ -367,7 +367,7 @@ class Runner:
         action = custom.action
         if isinstance(action, Overlap) or not action.kind.is_backward:
             return
-        builder, key = self._stages[action.stage].dw_builder, (action.stage, action.microbatch)
+        builder, key = self._stages[action.stage].dw_builder, action.work_unit
         if builder is not None and action.kind is not Kind.W:
             self._weight_runners[key] = builder()
         if builder is not None and action.kind is not Kind.I:

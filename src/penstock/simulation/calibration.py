@@ -13,7 +13,7 @@ import numpy as np
 from penstock.cost.costs import Costs
 from penstock.cost.prices import edge_prices, host_copy_bytes, message_seconds, stream_seconds
 from penstock.errors import CostsError
-from penstock.ir.action import Action
+from penstock.ir.action import Action, WorkUnit
 from penstock.ir.encoding import Floats
 from penstock.ir.kinds import Kind
 from penstock.ir.messages import VALUES
@@ -80,9 +80,9 @@ def _samples(timelines: Sequence[Timeline]) -> Samples:
     for timeline in timelines:
         table = timeline.schedule.table
         at = table.of_kind(Kind.I)
-        split = set(zip(table.stage[at].tolist(), table.microbatch[at].tolist()))
+        split = set(map(WorkUnit, table.stage[at].tolist(), table.microbatch[at].tolist()))
         for action, seconds in _single_actions(timeline):
-            of_split = action.kind is Kind.F and (action.stage, action.microbatch) in split
+            of_split = action.kind is Kind.F and action.work_unit in split
             found.setdefault((action.kind, action.stage, of_split), []).append(seconds)
     return found
 

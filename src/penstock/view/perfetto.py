@@ -28,7 +28,7 @@ import numpy as np
 from penstock.arguments import listed
 from penstock.cost.prices import all_to_all_seconds, exposed_all_to_all
 from penstock.ir.action import Action, Step
-from penstock.ir.kinds import Kind
+from penstock.ir.kinds import Kind, Role
 from penstock.simulation.gaps import Gap, gaps
 from penstock.simulation.timeline import Event, Message, Timeline
 from penstock.view.kinds import TRACKS, style_of
@@ -163,7 +163,8 @@ def _message(timeline: Timeline, message: Message, *, leaving: bool) -> _Span:
     here, peer = (message.source, message.target) if leaving else (message.target, message.source)
     makes, uses = timeline.schedule.graph.edges[message.edge][:: 1 if message.kind == "activation" else -1]
     stage, other = (makes, uses) if leaving else (uses, makes)
-    kind = next(kind for kind in Kind if kind.spec.value == message.kind and kind.is_send == leaving)
+    role = Role.SEND if leaving else Role.RECEIVE
+    kind = next(kind for kind in Kind if kind.spec.role is role and kind.spec.value == message.kind)
     args = {
         "kind": kind.value,
         "stage": stage,

@@ -15,6 +15,7 @@ import torch
 
 from penstock.cost.costs import Costs
 from penstock.errors import PipelineError
+from penstock.ir.action import WorkUnit
 from penstock.ir.encoding import Floats, Ints
 from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
@@ -185,7 +186,7 @@ class LiveBytes:
     """
 
     def __init__(self, num_stages: int) -> None:
-        self._held: dict[tuple[int, int], int] = {}
+        self._held: dict[WorkUnit, int] = {}
         self._levels: list[int] = []
         self._most = np.zeros((num_stages, len(_NAMES)), dtype=np.int64)
 
@@ -201,7 +202,7 @@ class LiveBytes:
             self._levels += [level] * (position - len(self._levels))  # actions without a call change nothing
             for part in program.steps[position].parts:
                 if part.microbatch is not None and not part.kind.is_communication:
-                    self._count(stages[part.stage], part.kind, part.microbatch)
+                    self._count(stages[part.stage], part.kind, part.work_unit)
             self._levels.append(connection.receive_buffer_bytes() + sum(self._held.values()))
 
         for stage in stages.values():
@@ -212,11 +213,12 @@ class LiveBytes:
             for stage in stages.values():
                 stage.counts_bytes = False
 
-    def _count(self, stage: Stage, kind: Kind, microbatch: int) -> None:
-        index, recomputed = stage.index, stage.is_recomputed(microbatch)
-        before = self._held.get((index, microbatch), 0)
+    def _count(self, stage: Stage, kind: Kind, unit: WorkUnit) -> None:
+        index, microbatch = unit
+        recomputed = stage.is_recomputed(microbatch)
+        before = self._held.get(unit, 0)
         held, inputs = stage.held_bytes(microbatch)
-        self._held[index, microbatch] = held
+        self._held[unit] = held
         if kind is Kind.F and recomputed:
             self._note("checkpoint", index, held)
         elif kind in (Kind.F, Kind.RECOMPUTE):

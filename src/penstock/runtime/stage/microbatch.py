@@ -74,7 +74,7 @@ def sends_at_once(schedule: Schedule, stage: int) -> bool:
         send = None if after is None else after.parts[0]
         if overlapped or send is None or send.kind is not Kind.SEND_F:
             return False
-        if (send.stage, send.microbatch) != (stage, forward.microbatch):
+        if send.work_unit != forward.work_unit:
             return False
     return True
 

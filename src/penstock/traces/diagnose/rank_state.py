@@ -19,12 +19,12 @@ from typing import Any
 from penstock.arguments import plural, printable
 from penstock.errors import FormatError
 from penstock.formats import dumps, reads
-from penstock.ir.action import MAX_ID
 from penstock.ir.schedule import Schedule
 
 STATE_FORMAT = "penstock-rank-state"
 _VERSION = 4
 _LONGEST = 10_000  # characters of a text
+_MOST = (1 << 26) - 1  # of any number
 _CONTEXT = 3  # steps shown before and after the current one
 
 
@@ -204,7 +204,7 @@ def _is_text(value: object) -> bool:
 
 
 def _is_number(value: object, least: int = 0) -> bool:
-    return type(value) is int and least <= value <= MAX_ID
+    return type(value) is int and least <= value <= _MOST
 
 
 def _is_flag(value: object) -> bool:

@@ -379,8 +379,6 @@ def _is_complete(step: RankStep) -> bool:
     """Whether each F has its backward and each backward its F, once."""
     kinds = (Kind.F, Kind.B, Kind.I, Kind.W)
     parts = [part for each in step for part in each.action.parts if part.kind in kinds]
-    made, full, split, weights = (
-        {(part.stage, part.microbatch) for part in parts if part.kind is kind} for kind in kinds
-    )
+    made, full, split, weights = ({part.work_unit for part in parts if part.kind is kind} for kind in kinds)
     is_once = len(parts) == len(made) + len(full) + len(split) + len(weights)
     return is_once and bool(made) and made == full | split and weights <= split and not full & split
