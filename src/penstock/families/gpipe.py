@@ -20,7 +20,7 @@ from __future__ import annotations
 import numpy as np
 
 from penstock.families.depth_order import depth_order
-from penstock.families.registry import register
+from penstock.families.registry import register, register_over_graphs
 from penstock.ir.encoding import codes_of
 from penstock.ir.graph import StageGraph
 from penstock.ir.kinds import Kind
@@ -28,19 +28,10 @@ from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 
 
-def _on_graph(graph: StageGraph, placement: Placement, microbatches: int) -> Schedule:
-    return depth_order(graph, placement, microbatches, [microbatches] * graph.num_stages, "gpipe")
-
-
-@register(
-    "gpipe",
-    "all forwards, then all backwards; activation memory grows with m",
-    stages_per_rank=1,
-    graph_builder=_on_graph,
-)
-def gpipe(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
+@register_over_graphs("gpipe", "all forwards, then all backwards; activation memory grows with m")
+def gpipe(graph: StageGraph, placement: Placement, microbatches: int) -> Schedule:
     """Run all forwards, then all backwards."""
-    return _on_graph(StageGraph.chain(ranks), Placement.loop(ranks, stages_per_rank), microbatches)
+    return depth_order(graph, placement, microbatches, [microbatches] * graph.num_stages, "gpipe")
 
 
 @register(

@@ -45,17 +45,14 @@ from penstock.ir.schedule import Schedule
 def gis(ranks: int, microbatches: int, stages_per_rank: int, *, group: int | None = None) -> Schedule:
     """Groups of p microbatches, unless given: the memory of 1F1B, less than its bubble divided by v."""
     groups = Groups.of(ranks, microbatches, group, half_the_ranks(ranks))
-    return _schedule(ranks, microbatches, stages_per_rank, groups, groups.name("gis"))
+    placement = Placement.loop(ranks, stages_per_rank)
+    return groups.split(placement, microbatches, groups.name("gis"), weight_delay=lambda _: 0)
 
 
 @register("gis-h", "GIS in groups of half the ranks: about half the memory of 1F1B")
 def gis_h(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
     """Groups of ceil(p/2) microbatches: a stage waits for its input, and holds half as many activations."""
     half = half_the_ranks(ranks)
-    return _schedule(ranks, microbatches, stages_per_rank, Groups.of(ranks, microbatches, half, half), "gis-h")
-
-
-def _schedule(ranks: int, microbatches: int, stages_per_rank: int, groups: Groups, name: str) -> Schedule:
+    groups = Groups.of(ranks, microbatches, half, half)
     placement = Placement.loop(ranks, stages_per_rank)
-    orders = groups.split_orders(placement, microbatches, weight_delay=lambda _: 0)
-    return Schedule.from_codes(orders, placement, microbatches, name)
+    return groups.split(placement, microbatches, "gis-h", weight_delay=lambda _: 0)

@@ -95,14 +95,15 @@ class Groups(NamedTuple):
         groups = codes_of(kind, own, microbatch[:whole].reshape(-1, 1, self.size))
         return np.concatenate((groups.ravel(), codes_of(kind, own, microbatch[whole:]).ravel()))
 
-    def one_f_one_b_orders(
+    def one_f_one_b(
         self,
         placement: Placement,
         microbatches: int,
+        family: str,
         steady: Callable[[Ints, Ints], Ints],
         *,
         more: int = 0,
-    ) -> list[Ints]:
+    ) -> Schedule:
         """Per rank: a warm-up of (v - 1)g + 2(p - 1 - r) + `more` forwards, `steady`, the other backwards."""
         ranks, orders = placement.num_ranks, []
         for rank, stages in enumerate(placement.stages_of_rank):
@@ -111,11 +112,11 @@ class Groups(NamedTuple):
             both = steady(forwards[warmup:], backwards)
             order = np.concatenate((forwards[:warmup], both, backwards[len(forwards) - warmup :]))
             orders.append(keep_microbatches(order, microbatches))
-        return orders
+        return Schedule.from_codes(orders, placement, microbatches, self.name(family))
 
-    def split_orders(
-        self, placement: Placement, microbatches: int, weight_delay: Callable[[int], int]
-    ) -> list[Ints]:
+    def split(
+        self, placement: Placement, microbatches: int, name: str, weight_delay: Callable[[int], int]
+    ) -> Schedule:
         """Per rank: a warm-up of (v - 1)g + p - 1 - r forwards, then F I W in turn, each W deferred."""
         ranks, orders = placement.num_ranks, []
         for rank, stages in enumerate(placement.stages_of_rank):
@@ -124,7 +125,7 @@ class Groups(NamedTuple):
             warmup = min((len(stages) - 1) * self.size + ranks - 1 - rank, len(forwards))
             rest = defer_weights(forwards[warmup:], inputs, weights, delay=weight_delay(rank))
             orders.append(keep_microbatches(np.concatenate((forwards[:warmup], rest)), microbatches))
-        return orders
+        return Schedule.from_codes(orders, placement, microbatches, name)
 
     def name(self, family: str) -> str:
         """The name of the schedule: that of the family, with the group unless it is the default."""
@@ -140,10 +141,9 @@ def interleaved_1f1b(
     ranks: int, microbatches: int, stages_per_rank: int, *, group: int | None = None
 ) -> Schedule:
     """Warm up, alternate forwards and backwards, then run the remaining backwards."""
-    placement = Placement.loop(ranks, stages_per_rank)
     groups = Groups.of(ranks, microbatches, group, all_ranks(ranks))
-    orders = groups.one_f_one_b_orders(placement, microbatches, alternate)
-    return Schedule.from_codes(orders, placement, microbatches, groups.name("interleaved-1f1b"))
+    placement = Placement.loop(ranks, stages_per_rank)
+    return groups.one_f_one_b(placement, microbatches, "interleaved-1f1b", alternate)
 
 
 @register(
@@ -155,10 +155,9 @@ def interleaved_zero_bubble(
     ranks: int, microbatches: int, stages_per_rank: int, *, group: int | None = None
 ) -> Schedule:
     """Warm up with about half as many forwards, then alternate F and I; rank r defers each W by r backwards."""
-    placement = Placement.loop(ranks, stages_per_rank)
     groups = Groups.of(ranks, microbatches, group, half_the_ranks(ranks))
-    orders = groups.split_orders(placement, microbatches, weight_delay=lambda rank: rank)
-    return Schedule.from_codes(orders, placement, microbatches, groups.name("interleaved-zero-bubble"))
+    placement, name = Placement.loop(ranks, stages_per_rank), groups.name("interleaved-zero-bubble")
+    return groups.split(placement, microbatches, name, weight_delay=lambda rank: rank)
 
 
 @register(

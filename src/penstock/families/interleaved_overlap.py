@@ -41,7 +41,6 @@ def interleaved_overlap(
     ranks: int, microbatches: int, stages_per_rank: int, *, group: int | None = None
 ) -> Schedule:
     """Warm up with one more forward, so that the next forward and backward are a pair of different work."""
-    placement = Placement.loop(ranks, stages_per_rank)
     groups = Groups.of(ranks, microbatches, group, all_ranks(ranks))
-    orders = groups.one_f_one_b_orders(placement, microbatches, overlapped_pairs, more=1)
-    return Schedule.from_codes(orders, placement, microbatches, groups.name("interleaved-overlap"))
+    placement = Placement.loop(ranks, stages_per_rank)
+    return groups.one_f_one_b(placement, microbatches, "interleaved-overlap", overlapped_pairs, more=1)

@@ -20,38 +20,22 @@ Legend: p ranks, r this rank, m microbatches; F, B the forward and backward time
 from __future__ import annotations
 
 from penstock.families.depth_order import depth_order, depths
-from penstock.families.registry import register
+from penstock.families.registry import register_over_graphs
 from penstock.ir.graph import StageGraph
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 
 
-def _on_graph(graph: StageGraph, placement: Placement, microbatches: int) -> Schedule:
+@register_over_graphs("1f1b", "one forward, one backward in turn; at most p live activations")
+def one_f_one_b(graph: StageGraph, placement: Placement, microbatches: int) -> Schedule:
+    """Warm up with p - r forwards on rank r."""
     return depth_order(graph, placement, microbatches, depths(graph, placement), "1f1b")
 
 
-@register(
-    "1f1b",
-    "one forward, one backward in turn; at most p live activations",
-    stages_per_rank=1,
-    graph_builder=_on_graph,
+@register_over_graphs(
+    "eager-1f1b", "1F1B with a longer warm-up that hides latency; at most 2p - 1 live activations"
 )
-def one_f_one_b(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
-    """Warm up with p - r forwards on rank r."""
-    return _on_graph(StageGraph.chain(ranks), Placement.loop(ranks, stages_per_rank), microbatches)
-
-
-def _eager_on_graph(graph: StageGraph, placement: Placement, microbatches: int) -> Schedule:
+def eager_1f1b(graph: StageGraph, placement: Placement, microbatches: int) -> Schedule:
+    """Warm up with twice as many forwards, so that a hop can take as long as a step without a wait."""
     warmup = [2 * depth - 1 for depth in depths(graph, placement)]
     return depth_order(graph, placement, microbatches, warmup, "eager-1f1b")
-
-
-@register(
-    "eager-1f1b",
-    "1F1B with a longer warm-up that hides latency; at most 2p - 1 live activations",
-    stages_per_rank=1,
-    graph_builder=_eager_on_graph,
-)
-def eager_1f1b(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
-    """Warm up with twice as many forwards, so that a hop can take as long as a step without a wait."""
-    return _eager_on_graph(StageGraph.chain(ranks), Placement.loop(ranks, stages_per_rank), microbatches)

@@ -126,6 +126,23 @@ def register(
     return decorate
 
 
+def register_over_graphs(name: str, summary: str) -> Callable[[GraphBuilder], Builder]:
+    """Register a function of graph, placement and microbatches, for a chain of one stage per rank unless given.
+
+    The decorated name becomes the function of ranks, microbatches and stages_per_rank.
+    """
+
+    def decorate(graph_builder: GraphBuilder) -> Builder:
+        def builder(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
+            placement = Placement.loop(ranks, stages_per_rank)
+            return graph_builder(StageGraph.chain(ranks), placement, microbatches)
+
+        builder.__name__, builder.__doc__ = graph_builder.__name__, graph_builder.__doc__
+        return register(name, summary, stages_per_rank=1, graph_builder=graph_builder)(builder)
+
+    return decorate
+
+
 def families() -> dict[str, Family]:
     """Return all families by name."""
     _load_plugins()

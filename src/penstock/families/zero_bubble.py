@@ -28,39 +28,21 @@ c of a hop between ranks; span is the longest time on any rank from its own firs
 from __future__ import annotations
 
 from penstock.families.depth_order import depth_order, depths
-from penstock.families.registry import register
+from penstock.families.registry import register_over_graphs
 from penstock.ir.graph import StageGraph
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 
 
-def _h1_on_graph(graph: StageGraph, placement: Placement, microbatches: int) -> Schedule:
+@register_over_graphs("zb-h1", "split backward: a third of the bubble of 1F1B with the same memory")
+def zb_h1(graph: StageGraph, placement: Placement, microbatches: int) -> Schedule:
+    """Warm up as 1F1B; rank r defers each W by r backwards, so every rank has p live activations."""
     depth = depths(graph, placement)
     return depth_order(graph, placement, microbatches, depth, "zb-h1", weight_delay=max(depth))
 
 
-@register(
-    "zb-h1",
-    "split backward: a third of the bubble of 1F1B with the same memory",
-    stages_per_rank=1,
-    graph_builder=_h1_on_graph,
-)
-def zb_h1(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
-    """Warm up as 1F1B; rank r defers each W by r backwards, so every rank has p live activations."""
-    return _h1_on_graph(StageGraph.chain(ranks), Placement.loop(ranks, stages_per_rank), microbatches)
-
-
-def _h2_on_graph(graph: StageGraph, placement: Placement, microbatches: int) -> Schedule:
+@register_over_graphs("zb-h2", "split backward: almost no bubble with twice the memory of 1F1B")
+def zb_h2(graph: StageGraph, placement: Placement, microbatches: int) -> Schedule:
+    """Warm up with twice as many forwards as ZB-H1: 2p - 1 live activations on every rank."""
     warmup = [2 * depth - 1 for depth in depths(graph, placement)]
     return depth_order(graph, placement, microbatches, warmup, "zb-h2", weight_delay=max(warmup))
-
-
-@register(
-    "zb-h2",
-    "split backward: almost no bubble with twice the memory of 1F1B",
-    stages_per_rank=1,
-    graph_builder=_h2_on_graph,
-)
-def zb_h2(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
-    """Warm up with twice as many forwards as ZB-H1: 2p - 1 live activations on every rank."""
-    return _h2_on_graph(StageGraph.chain(ranks), Placement.loop(ranks, stages_per_rank), microbatches)

@@ -54,11 +54,8 @@ def decode(codes: Iterable[int], graph: StageGraph | None = None) -> Iterator[St
     kinds = tuple(Kind)
     pending: Action | None = None
     for code in codes:
-        kind, stage, port = (
-            kinds[code >> KIND_SHIFT & KIND_MASK],
-            code >> STAGE_SHIFT & STAGE_MASK,
-            code >> PORT_SHIFT,
-        )
+        kind, port = kinds[code >> KIND_SHIFT & KIND_MASK], code >> PORT_SHIFT
+        stage = code >> STAGE_SHIFT & STAGE_MASK
         microbatch = code >> MICROBATCH_SHIFT & MICROBATCH_MASK if kind.has_microbatch else None
         peer = graph.peer(kind, stage, port) if port and graph is not None else None
         part = Action(kind, stage, microbatch, peer)

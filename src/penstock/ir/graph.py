@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 import re
-from collections.abc import Iterable
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
@@ -50,7 +50,7 @@ class StageGraph:
             for source, target in edges
             if not (0 <= source < self.num_stages and 0 <= target < self.num_stages)
         ]
-        problems += [f"duplicate edge {edge[0]} -> {edge[1]}" for edge in sorted(_repeated(edges))]
+        problems += [f"duplicate edge {s} -> {t}" for (s, t), count in Counter(edges).items() if count > 1]
         if problems:
             raise PlacementError("; ".join(problems[:8]))
         try:
@@ -223,8 +223,3 @@ def _whole(number: object) -> int:
     if whole is None:
         raise PlacementError(f"an edge joins two stage numbers (given {number!r})")
     return whole
-
-
-def _repeated(edges: Iterable[Edge]) -> set[Edge]:
-    seen: set[Edge] = set()
-    return {edge for edge in edges if edge in seen or seen.add(edge)}  # type: ignore[func-returns-value]

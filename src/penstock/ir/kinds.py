@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from penstock.errors import UnhandledKindError
 
@@ -128,10 +128,6 @@ def _activations(at: Moment, of: str | None = None, **sizes: int) -> tuple[Memor
     return (MemoryEffect(MemoryLine.ACTIVATIONS, at, sizes, of),)
 
 
-def _compute(meaning: str, cost: str, **fields: Any) -> KindSpec:  # noqa: ANN401 -- fields of `KindSpec`
-    return KindSpec(Role.COMPUTE, Resource.COMPUTE, meaning, cost, **fields)
-
-
 def _message(role: Role, value: str, other_end: StageRelation) -> KindSpec:
     held = MemoryEffect(MemoryLine.RECEIVE_BUFFERS, Moment.START, {f"{value}_message": 1})
     memory = (held,) if role is Role.RECEIVE else ()
@@ -152,33 +148,39 @@ def _unsharded(at: Moment, factor: int) -> MemoryEffect:
     return MemoryEffect(MemoryLine.UNSHARDED, at, {"unsharded_parameters": factor})
 
 
+_COMPUTE = (Role.COMPUTE, Resource.COMPUTE)
+
 KIND_SPECS: dict[str, KindSpec] = {
-    "F": _compute(
+    "F": KindSpec(
+        *_COMPUTE,
         "forward",
         "forward",
-        all_to_all=("forward_all_to_all",),
+        ("forward_all_to_all",),
         needs=(_ACTIVATION,),
         memory=_activations(Moment.START, activation=1),
         frees_input_at=Moment.START,  # from then on the input is part of the stage's activation
     ),
-    "I": _compute(
+    "I": KindSpec(
+        *_COMPUTE,
         "input gradient (dgrad)",
         "backward_input",
-        all_to_all=("backward_input_all_to_all",),
+        ("backward_input_all_to_all",),
         needs=(_FORWARD, _GRADIENT, _RECOMPUTED, _RELOADED),
         memory=_activations(Moment.END, activation_freed_by_input=-1),
     ),
-    "W": _compute(
+    "W": KindSpec(
+        *_COMPUTE,
         "weight gradient (wgrad)",
         "backward_weight",
-        all_to_all=("backward_weight_all_to_all",),
+        ("backward_weight_all_to_all",),
         needs=(_INPUT_GRADIENT,),
         memory=_activations(Moment.END, activation=-1, activation_freed_by_input=1),
     ),
-    "B": _compute(
+    "B": KindSpec(
+        *_COMPUTE,
         "full backward: input and weight gradient",
         "backward",
-        all_to_all=("backward_input_all_to_all", "backward_weight_all_to_all"),
+        ("backward_input_all_to_all", "backward_weight_all_to_all"),
         needs=(_FORWARD, _GRADIENT, _RECOMPUTED, _RELOADED),
         memory=_activations(Moment.END, activation=-1),
     ),
@@ -189,10 +191,11 @@ KIND_SPECS: dict[str, KindSpec] = {
     "UNSHARD": _collective("unshard", "all-gather the stage's parameters", _unsharded(Moment.START, 1)),
     "RESHARD": _collective("reshard", "free the gathered parameters", _unsharded(Moment.END, -1)),
     "REDUCE_GRAD": _collective("reduce_grad", "reduce the stage's gradients over replicas", repeatable=False),
-    "RECOMPUTE": _compute(
+    "RECOMPUTE": KindSpec(
+        *_COMPUTE,
         "repeat the forward, of which F kept only the checkpoint",
         "recompute",
-        all_to_all=("forward_all_to_all",),
+        ("forward_all_to_all",),
         needs=(_TO_RECOMPUTE, _RELOADED_CHECKPOINT),
         memory=(
             *_activations(Moment.START, activation=1, checkpoint=-1),
@@ -211,7 +214,7 @@ KIND_SPECS: dict[str, KindSpec] = {
         needs=(_TO_RELOAD,),
         memory=_activations(Moment.START, offloadable=1),
     ),
-    "OVERLAP_F_B": _compute("a forward and a backward in one step", "overlap", has_microbatch=False),
+    "OVERLAP_F_B": KindSpec(*_COMPUTE, "a forward and a backward in one step", "overlap", has_microbatch=False),
 }
 """By text. The spec of an overlapped pair is that of its parts, but for its cost."""
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 
 from penstock.arguments import plural, printable, whole_number
 from penstock.errors import Message, Parameter, PlacementError
@@ -58,7 +57,6 @@ class Placement:
         With a list of one number for each rank, the chain skips ranks: see `kept_stages`.
         """
         most = _checked_most(ranks, stages_per_rank, "stages_per_rank")
-        _check(ranks=ranks, stages_per_rank=most)
         return cls(tuple(range(ranks)) * most).with_stages_per_rank(stages_per_rank)
 
     @classmethod
@@ -68,7 +66,6 @@ class Placement:
         With a list of one number for each rank, the chain skips ranks: see `kept_stages`.
         """
         most = _checked_most(ranks, legs, "legs")
-        _check(ranks=ranks, legs=most)
         down = tuple(range(ranks))
         every = tuple(rank for leg in range(most) for rank in (down[::-1] if leg % 2 else down))
         return cls(every).with_stages_per_rank(legs)
@@ -164,15 +161,13 @@ def problems_of_counts(
 def _checked_most(ranks: int, stages_per_rank: StagesPerRank, name: str) -> int:
     if problems := problems_of_counts(ranks, stages_per_rank, name):
         raise PlacementError(*problems)
-    return most_stages(stages_per_rank)
-
-
-def _check(**counts: int) -> None:
-    if problems := [f"{name} must be at least 1 (given {n})" for name, n in counts.items() if n < 1]:
-        raise PlacementError("; ".join(problems))
-    if prod(counts.values()) > MAX_STAGES:
-        given = " and ".join(f"{name} {n}" for name, n in counts.items())
-        raise PlacementError(f"there are at most {MAX_STAGES} stages (given {given})")
+    most = most_stages(stages_per_rank)
+    counts = {"ranks": ranks, name: most}
+    if below := [f"{what} must be at least 1 (given {n})" for what, n in counts.items() if n < 1]:
+        raise PlacementError("; ".join(below))
+    if ranks * most > MAX_STAGES:
+        raise PlacementError(f"there are at most {MAX_STAGES} stages (given ranks {ranks} and {name} {most})")
+    return most
 
 
 def _some(numbers: Sequence[int]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from os import PathLike
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -33,10 +33,6 @@ from penstock.ir.kinds import Kind
 from penstock.ir.messages import Messages
 from penstock.ir.placement import Placement
 from penstock.ir.table import ActionTable
-
-if TYPE_CHECKING:
-    from penstock.ir.encoding import Ints
-
 
 # Infer what a list of steps leaves out: the rank of each stage, and the number of microbatches.
 
@@ -243,11 +239,6 @@ class Schedule(Displayed):
     def ranks(self) -> tuple[tuple[Step, ...], ...]:
         """The steps of each rank."""
         return tuple(tuple(decode(row.tolist(), self.graph)) for row in self.table.rows)
-
-    def step_of_slot(self, slot: int) -> Step:
-        """The step with this number through all ranks, without making objects of the others."""
-        first, last = np.searchsorted(self.table.slot, [slot, slot + 1]).tolist()
-        return next(decode(self.table.code[first:last].tolist(), self.graph))
 
     @cached_property
     def messages(self) -> Messages:

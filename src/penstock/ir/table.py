@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from penstock.ir.action import Step
 from penstock.ir.encoding import (
     JOINED,
     KIND_MASK,
@@ -29,6 +30,7 @@ from penstock.ir.encoding import (
     Bools,
     Ints,
     SmallInts,
+    decode,
     microbatches_in,
     stages_in,
 )
@@ -383,3 +385,9 @@ class ActionTable:
         if not both.all():
             producer, consumer = producer[both], consumer[both]
         return self.slots_of(producer), self.slots_of(consumer)
+
+
+def step_of_slot(table: ActionTable, slot: int) -> Step:
+    """The step with this number through all ranks, without making objects of the others."""
+    first, last = np.searchsorted(table.slot, [slot, slot + 1]).tolist()
+    return next(decode(table.code[first:last].tolist(), table.graph))

@@ -59,11 +59,8 @@ class AddCommunication(Pass):
         table = schedule.table
         # sort keys: at each moment the step itself (0), then its activations (1) and its gradients (2)
         moment = _moments(schedule) * 4
-        ranks, keys, codes = (
-            [table.part_rank],
-            [moment[table.slot] if table.has_pairs else moment],
-            [table.code],
-        )
+        ranks, codes = [table.part_rank], [table.code]
+        keys = [moment[table.slot] if table.has_pairs else moment]
         messages = schedule.messages
         computed = messages.producer >= 0
         made: Bools | slice = slice(None) if computed.all() else computed

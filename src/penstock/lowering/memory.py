@@ -34,13 +34,14 @@ class Policy:
     longer: int = -1
 
     def __post_init__(self) -> None:
-        for name, least in (("every", 1), ("longer", -1)):
-            value = whole_number(getattr(self, name))
-            if value is None or value < least:
-                given = printable(repr(getattr(self, name)))
-                raise ScheduleError(
-                    f"policy: {name} must be a whole number of at least {least} (given {given})"
-                )
+        _require_number("policy: every", self.every, 1)
+        _require_number("policy: longer", self.longer, -1)
+
+
+def _require_number(name: str, value: object, least: int) -> None:
+    if (number := whole_number(value)) is None or number < least:
+        given = printable(repr(value))
+        raise ScheduleError(f"{name} must be a whole number of at least {least} (given {given})")
 
 
 _NUMBER = "[0-9]{1,9}"
@@ -161,9 +162,7 @@ class Offload(Pass):
     name: ClassVar[str] = "offload"
 
     def __post_init__(self) -> None:
-        if (ahead := whole_number(self.ahead)) is None or ahead < 0:
-            given = printable(repr(self.ahead))
-            raise ScheduleError(f"ahead must be a whole number of at least 0 (given {given})")
+        _require_number("ahead", self.ahead, 0)
 
     def __call__(self, schedule: Schedule) -> Schedule:
         """The schedule with OFFLOAD after F and RELOAD ahead of its use."""

@@ -27,6 +27,7 @@ from penstock.ir.action import Step
 from penstock.ir.encoding import Bools, Floats, Ints
 from penstock.ir.messages import VALUES
 from penstock.ir.schedule import Schedule
+from penstock.ir.table import step_of_slot
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ class Timeline(Displayed):
         table = self.schedule.table
         rank = int(table.rank[slot])
         index = slot - int(table.slot_bounds[rank])
-        step = self.schedule.step_of_slot(slot)
+        step = step_of_slot(self.schedule.table, slot)
         return Event(slot, rank, index, step, float(self.start[slot]), float(self.end[slot]))
 
     @cached_property

@@ -16,25 +16,20 @@ from penstock.validation.violation import Violation, part_at, violation_at
 # Rules on actions: ids in range, each on the rank of its stage, everything exactly once, order on a rank.
 
 
+_MORE_STAGES = "a placement that has this stage"
+_MORE_MICROBATCHES = "the schedule more microbatches"
+
+
 def ids_in_range(table: ActionTable) -> Iterator[Violation]:
     """Stages and microbatches exist."""
-    stages, microbatches = table.placement.num_stages, table.microbatches
-    for part in np.flatnonzero(table.stage >= stages).tolist():
-        yield violation_at(
-            table,
-            part,
-            "stage-out-of-range",
-            f"there is no stage {table.stage[part]}: the placement has stages 0 to {stages - 1}",
-            "correct the stage number, or give a placement that has this stage",
-        )
-    for part in np.flatnonzero(table.microbatch >= microbatches).tolist():
-        yield violation_at(
-            table,
-            part,
-            "microbatch-out-of-range",
-            f"there is no microbatch {table.microbatch[part]}: they are 0 to {microbatches - 1}",
-            "correct the microbatch number, or give the schedule more microbatches",
-        )
+    for what, number, count, known, more in (
+        ("stage", table.stage, table.placement.num_stages, "the placement has stages", _MORE_STAGES),
+        ("microbatch", table.microbatch, table.microbatches, "they are", _MORE_MICROBATCHES),
+    ):
+        for part in np.flatnonzero(number >= count).tolist():
+            message = f"there is no {what} {number[part]}: {known} 0 to {count - 1}"
+            suggestion = f"correct the {what} number, or give {more}"
+            yield violation_at(table, part, f"{what}-out-of-range", message, suggestion)
 
 
 def on_rank_of_stage(table: ActionTable) -> Iterator[Violation]:
@@ -95,34 +90,15 @@ def complete(table: ActionTable) -> Iterator[Violation]:
 def _complete_backward(table: ActionTable) -> Iterator[Violation]:
     """Every backward is one B, or I and W."""
     i, w, b = (_present(table, kind) for kind in (Kind.I, Kind.W, Kind.B))
-    yield from _per_stage(
-        table,
-        ~(b | i | w),
-        "missing-backward",
-        "has no backward of",
-        "add B, or I and W; or remove all backwards",
-    )
-    yield from _per_stage(
-        table,
-        i & ~w & ~b,
-        "missing-weight-gradient",
-        "has I but no W of",
-        "add the W after its I, or make the I a B",
-    )
-    yield from _per_stage(
-        table,
-        w & ~i & ~b,
-        "missing-input-gradient",
-        "has W but no I of",
-        "add the I before its W, or make the W a B",
-    )
-    yield from _per_stage(
-        table,
-        b & (i | w),
-        "mixed-backward",
-        "has both B and I or W of",
-        "use B, or I and W, for one microbatch of a stage, not both",
-    )
+    missing, mixed = "add B, or I and W; or remove all backwards", "use B, or I and W, for one microbatch"
+    no_w, no_i = "add the W after its I, or make the I a B", "add the I before its W, or make the W a B"
+    for faulty, code, what, suggestion in (
+        (~(b | i | w), "missing-backward", "has no backward of", missing),
+        (i & ~w & ~b, "missing-weight-gradient", "has I but no W of", no_w),
+        (w & ~i & ~b, "missing-input-gradient", "has W but no I of", no_i),
+        (b & (i | w), "mixed-backward", "has both B and I or W of", f"{mixed} of a stage, not both"),
+    ):
+        yield from _per_stage(table, faulty, code, what, suggestion)
 
 
 def _present(table: ActionTable, kind: Kind) -> Bools:
@@ -199,21 +175,11 @@ def sent_and_received(messages: Messages) -> Iterator[Violation]:
         send, receive, consumer = (int(x[i]) for x in (messages.send, messages.receive, messages.consumer))
         source, target = messages.source[i], messages.target[i]
         if send >= 0:
-            yield violation_at(
-                table,
-                send,
-                "unmatched-send",
-                f"rank {target} never receives it",
-                "add the receive, or remove this",
-            )
+            message, suggestion = f"rank {target} never receives it", "add the receive, or remove this"
+            yield violation_at(table, send, "unmatched-send", message, suggestion)
         elif receive >= 0:
-            yield violation_at(
-                table,
-                receive,
-                "unmatched-receive",
-                f"rank {source} never sends it",
-                "add the send, or remove this",
-            )
+            message, suggestion = f"rank {source} never sends it", "add the send, or remove this"
+            yield violation_at(table, receive, "unmatched-receive", message, suggestion)
         elif consumer >= 0:
             message = f"its input is computed on rank {source}, but never sent to rank {target}"
             yield violation_at(table, consumer, "missing-message", message, "add the SEND and the RECV")

@@ -15,6 +15,7 @@ Each blocks wherever the one before it blocks. The order of the members is that 
 from __future__ import annotations
 
 from enum import Enum
+from functools import total_ordering
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from penstock.errors import ScheduleError
 from penstock.ir.encoding import Ints
 
 
+@total_ordering
 class SendModel(Enum):
     """How sends and receives block; ordered from the most permissive to the strictest."""
 
@@ -52,15 +54,6 @@ class SendModel(Enum):
 
     def __lt__(self, other: SendModel) -> bool:
         return self.strictness < other.strictness
-
-    def __le__(self, other: SendModel) -> bool:
-        return self.strictness <= other.strictness
-
-    def __gt__(self, other: SendModel) -> bool:
-        return self.strictness > other.strictness
-
-    def __ge__(self, other: SendModel) -> bool:
-        return self.strictness >= other.strictness
 
     @property
     def and_stricter(self) -> tuple[SendModel, ...]:

@@ -7,15 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from penstock.arguments import printable
 from penstock.display import Displayed
 from penstock.errors import ScheduleError
 from penstock.ir.action import Action, Step
 from penstock.ir.encoding import JOINED, decode
 from penstock.ir.schedule import Schedule
-from penstock.ir.table import ActionTable
+from penstock.ir.table import ActionTable, step_of_slot
 from penstock.validation.send_model import SendModel
 
 
@@ -109,9 +107,7 @@ def part_at(table: ActionTable, part: int) -> tuple[int, int, Action]:
 def slot_at(table: ActionTable, slot: int) -> tuple[int, int, Step]:
     """Rank, step and action, or overlapped pair, of a slot."""
     rank = int(table.rank[slot])
-    first, last = np.searchsorted(table.slot, [slot, slot + 1])
-    (step,) = decode(table.code[first:last].tolist(), table.graph)
-    return rank, slot - int(table.slot_bounds[rank]), step
+    return rank, slot - int(table.slot_bounds[rank]), step_of_slot(table, slot)
 
 
 def violation_at(table: ActionTable, part: int, code: str, message: str, suggestion: str) -> Violation:
@@ -167,7 +163,7 @@ def _line(schedule: Schedule, rank: int, steps: set[int]) -> str:
     words: list[str] = []
     for step in range(begin, end):
         far = min(abs(step - mark) for mark in steps) > _CONTEXT_STEPS
-        text = "..." if far else str(slot_at(schedule.table, first + step)[2])
+        text = "..." if far else str(step_of_slot(schedule.table, first + step))
         if not (far and words[-1:] == ["..."]):
             words.append(f"[{text}]" if step in steps else text)
     return " ".join(["..."] * (begin > 0) + words + ["..."] * (end < last - first))
