@@ -137,10 +137,10 @@ Step: TypeAlias = Action | Overlap
 # --- text ------------------------------------------------------------------------------------------
 
 _NUMBER = r"(?:0|[1-9][0-9]{0,7})"
-_WITH_MICROBATCH = "|".join(kind.value for kind in Kind if kind.has_microbatch)
-_WITHOUT_MICROBATCH = "|".join(
-    kind.value for kind in Kind if not kind.has_microbatch and kind is not Kind.OVERLAP_F_B
-)
+_TOKENS = {kind.value: kind for kind in Kind if kind is not Kind.OVERLAP_F_B}
+"""The kinds of a single action, by text."""
+_WITH_MICROBATCH = "|".join(token for token, kind in _TOKENS.items() if kind.has_microbatch)
+_WITHOUT_MICROBATCH = "|".join(token for token, kind in _TOKENS.items() if not kind.has_microbatch)
 _ACTION = re.compile(
     rf"({_NUMBER})(?:({_WITH_MICROBATCH})({_NUMBER})(?:([<>])({_NUMBER}))?|({_WITHOUT_MICROBATCH}))", re.ASCII
 )
@@ -215,14 +215,12 @@ def _first_error(part: str) -> tuple[int, str]:
         return 0, "it does not begin with a stage number, as 2F0 does"
     if reason := _bad_number(part[:digits], "stage", MAX_STAGE):
         return 0, reason
-    tokens = [k.value for k in Kind if k is not Kind.OVERLAP_F_B and rest.startswith(k.value)]
-    if not tokens:
-        known = " ".join(k.value for k in Kind if k is not Kind.OVERLAP_F_B)
-        return digits, f"unknown kind of action; the kinds are {known}"
-    token = max(tokens, key=len)
+    token = max(filter(rest.startswith, _TOKENS), key=len, default=None)
+    if token is None:
+        return digits, f"unknown kind of action; the kinds are {' '.join(_TOKENS)}"
     after = rest[len(token) :]
     position = digits + len(token)
-    if not Kind(token).has_microbatch:
+    if not _TOKENS[token].has_microbatch:
         return position, f"{token} has no microbatch: nothing may follow it"
     number = after[: len(after) - len(after.lstrip("0123456789"))]
     if not number:

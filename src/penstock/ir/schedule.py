@@ -122,13 +122,9 @@ class Schedule(Displayed):
         graph: StageGraph | None = None,
     ) -> None:
         rows = [_steps_of(rank, row) for rank, row in enumerate(ranks)]
-        if placement is None or microbatches is None:
-            plain = [np.fromiter(encode(row), dtype=np.int64) for row in rows]
-            placement = placement or infer_placement(plain)
-            microbatches = infer_microbatches(plain) if microbatches is None else microbatches
+        placement = placement or infer_placement(_encoded(rows, None))
         graph = graph or StageGraph.chain(placement.num_stages)
-        codes = [np.fromiter(encode(row, graph), dtype=np.int64) for row in rows]
-        self._fill(codes, placement, microbatches, name, graph)
+        self._fill(_encoded(rows, graph), placement, microbatches, name, graph)
 
     @classmethod
     def from_codes(
@@ -143,14 +139,14 @@ class Schedule(Displayed):
         schedule = cls.__new__(cls)
         codes = [np.asarray(row, dtype=np.int64) for row in rows]
         placement = placement or infer_placement(codes)
-        microbatches = infer_microbatches(codes) if microbatches is None else microbatches
         chosen = graph or StageGraph.chain(placement.num_stages)
         schedule._fill(codes, placement, microbatches, name, chosen)  # noqa: SLF001 -- our own
         return schedule
 
     def _fill(
-        self, rows: list[Ints], placement: Placement, microbatches: int, name: str, graph: StageGraph
+        self, rows: list[Ints], placement: Placement, given: int | None, name: str, graph: StageGraph
     ) -> None:
+        given = infer_microbatches(rows) if given is None else given
         if len(rows) != placement.num_ranks:
             raise ScheduleError(
                 f"the placement has {plural(placement.num_ranks, 'rank')}, "
@@ -161,10 +157,9 @@ class Schedule(Displayed):
                 f"the stage graph has {plural(graph.num_stages, 'stage')}, "
                 f"but the placement has {placement.num_stages}"
             )
-        whole = whole_number(microbatches)
-        if whole is None or whole < 1:
-            raise ScheduleError(f"microbatches must be a whole number of at least 1 (given {microbatches!r})")
-        microbatches = whole
+        microbatches = whole_number(given)
+        if microbatches is None or microbatches < 1:
+            raise ScheduleError(f"microbatches must be a whole number of at least 1 (given {given!r})")
         num_parts = sum(map(len, rows))
         if placement.num_stages * microbatches > 16 * num_parts + _SMALL:
             raise ScheduleError(
@@ -331,6 +326,10 @@ def require_schedule(value: object) -> None:
             f"schedule must be a Schedule (given {printable(repr(value))}): penstock.read(path) reads a file, "
             "penstock.build(name, ranks=..., microbatches=...) builds a family"
         )
+
+
+def _encoded(rows: list[list[Step]], graph: StageGraph | None) -> list[Ints]:
+    return [np.fromiter(encode(row, graph), dtype=np.int64) for row in rows]
 
 
 def _steps_of(rank: int, row: str | Iterable[Step | str]) -> list[Step]:

@@ -37,13 +37,9 @@ def on_rank_of_stage(table: ActionTable) -> Iterator[Violation]:
     for part in np.flatnonzero(table.in_range & ~table.well_placed).tolist():
         rank, _, action = part_at(table, part)
         own = table.placement.stage_to_rank[action.stage]
-        yield violation_at(
-            table,
-            part,
-            "wrong-rank",
-            f"stage {action.stage} is on rank {own}, not on rank {rank}",
-            f"move it to rank {own}, or change the placement",
-        )
+        message = f"stage {action.stage} is on rank {own}, not on rank {rank}"
+        suggestion = f"move it to rank {own}, or change the placement"
+        yield violation_at(table, part, "wrong-rank", message, suggestion)
 
 
 def no_duplicates(table: ActionTable) -> Iterator[Violation]:
@@ -59,13 +55,9 @@ def no_duplicates(table: ActionTable) -> Iterator[Violation]:
         first = seen.setdefault(int(key[part]), part)
         if first != part:
             _, step, action = part_at(table, first)
-            yield violation_at(
-                table,
-                part,
-                "duplicate-action",
-                f"duplicate action: {action} is already at step {step}",
-                "remove one of the two, or correct its number",
-            )
+            message = f"duplicate action: {action} is already at step {step}"
+            suggestion = "remove one of the two, or correct its number"
+            yield violation_at(table, part, "duplicate-action", message, suggestion)
 
 
 def _each_is_first(table: ActionTable, kind: Kind) -> bool:
@@ -142,13 +134,8 @@ def order_on_rank(table: ActionTable) -> Iterator[Violation]:
             code, text = _ORDER[what]
             if table.slot[made_by] == table.slot[used_by]:
                 code, text = "overlap-dependent", "runs as one step with the action it needs"
-            yield violation_at(
-                table,
-                used_by,
-                code,
-                f"it {text}, {action} at step {step} of rank {rank}",
-                f"move it after {action}",
-            )
+            message = f"it {text}, {action} at step {step} of rank {rank}"
+            yield violation_at(table, used_by, code, message, f"move it after {action}")
 
 
 def _not_before(table: ActionTable, producer: Ints, consumer: Ints) -> Bools:
@@ -216,10 +203,8 @@ def delivered_in_time(messages: Messages) -> Iterator[Violation]:
     early = (send >= 0) & ((producer < 0) | (slot(send) <= slot(producer)))
     for i in np.flatnonzero(early).tolist():
         if producer[i] < 0:
-            message, suggestion = (
-                "the value it sends is never computed",
-                "add the computation, or remove the message",
-            )
+            message = "the value it sends is never computed"
+            suggestion = "add the computation, or remove the message"
         else:
             _, step, action = part_at(table, int(producer[i]))
             message = f"it comes before {action} at step {step}, which computes the value it sends"
@@ -239,13 +224,9 @@ def channel_order(messages: Messages) -> Iterator[Violation]:
         _, _, sent = part_at(table, int(messages.send[overtaken]))
         rank, step, action = part_at(table, int(messages.receive[overtaken]))
         source = messages.source[early]
-        yield violation_at(
-            table,
-            int(messages.receive[early]),
-            "channel-order",
-            f"rank {source} sends {sent} first, but rank {rank} receives it later ({action}, step {step})",
-            "receive from one rank in the order it sends",
-        )
+        message = f"rank {source} sends {sent} first, but rank {rank} receives it later ({action}, step {step})"
+        suggestion = "receive from one rank in the order it sends"
+        yield violation_at(table, int(messages.receive[early]), "channel-order", message, suggestion)
 
 
 # Rules on UNSHARD, RESHARD and REDUCE_GRAD; each applies when the schedule has such actions.
