@@ -112,8 +112,8 @@ MISTAKES: list[tuple[str, int, str]] = [
     (f"plan {LLAMA} --devices 999999937 --batch 8", 2, "the next that works is --batch 999999937"),
     (f"plan {LLAMA} --devices 8 --batch 8 --memory 0", 2, "--memory must be more than 0 (given 0)"),
     (f"plan {LLAMA} --devices 8 --batch 8 --seconds -1", 2, "--seconds must be 0 or more (given -1)"),
-    (f"plan {LLAMA} --devices 8 --batch 8 --seed -1", 2, "--seed must be 0 or more (given -1)"),
-    (f"plan {LLAMA} --devices 8 --batch -8", 2, "--batch must be at least 1 (given -8)"),
+    (f"plan {LLAMA} --devices 8 --batch 8 --seed -1", 2, "--seed must be an integer of at least 0 (given -1)"),
+    (f"plan {LLAMA} --devices 8 --batch -8", 2, "--batch must be an integer above 0 (given -8)"),
     (
         "show 1f1b -p 99999 -m 99999",
         2,

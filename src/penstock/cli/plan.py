@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -28,21 +27,23 @@ from penstock.cli.options import (
     completing,
     parse_stages,
     quantile_from,
+    usage_errors,
 )
 from penstock.cli.rendering import (
     empty_table,
     print_table,
+    report_console,
     require_folder,
     require_suffix,
     say_written,
     search_progress,
 )
+from penstock.cli.usage_errors import option_name
 from penstock.cost.estimate import devices, is_config
 from penstock.cost.estimate.model_config import is_model_name, known_models
 from penstock.cost.estimate.operations import RECOMPUTATION
 from penstock.cost.estimate.parallel_config import PRECISIONS
 from penstock.cost.units import Units, bytes_text, seconds_text
-from penstock.errors import FormatError
 from penstock.formats import write_bytes
 from penstock.formats.files import read_keys
 from penstock.planning import JobRequest, PlanRequest, read_model
@@ -50,44 +51,10 @@ from penstock.planning import plan as make_plan
 from penstock.planning.explanation import Explanation, explain
 from penstock.planning.job import data_sizes
 from penstock.planning.planner import JobPlan, LayerPlan
-from penstock.view.frontier import frontier_picture, frontier_text
+from penstock.view.frontier import frontier_html, frontier_picture, frontier_text
+from penstock.view.png import png_of
+from penstock.view.svg import svg_of
 from penstock.view.tables import plan_table
-
-# The options of `penstock plan` that model files and model configs share, in two groups: input and output.
-
-
-BatchSize: TypeAlias = Annotated[
-    int | None,
-    typer.Option(
-        "--batch", metavar="SAMPLES", help="Samples per step of this pipeline; with a config: of the whole job."
-    ),
-]
-TimeLimit: TypeAlias = Annotated[
-    float, typer.Option("--seconds", help="Time limit of the search; 0 evaluates families only.")
-]
-Explained: TypeAlias = Annotated[
-    bool, typer.Option("--explain", help="Explain why the best plan wins, and what would improve it.")
-]
-MayRecompute: TypeAlias = Annotated[
-    bool, typer.Option("--recompute", help="Also offer plans that recompute stages.")
-]
-MayOffload: TypeAlias = Annotated[
-    bool, typer.Option("--offload", help="Also offer plans that keep activations on the host.")
-]
-RowCount: TypeAlias = Annotated[int, typer.Option("--top", min=1, help="Number of rows to print.")]
-PlotFile: TypeAlias = Annotated[
-    Path | None,
-    typer.Option("--output", "-o", metavar="FILE", help="Plot memory against time: .svg, .png or .html."),
-]
-PlanDirectory: TypeAlias = Annotated[
-    Path | None,
-    typer.Option("--write", metavar="DIR", help="Write schedule, costs and layout of the best plan."),
-]
-
-
-def names_in(text: str | None) -> tuple[str, ...]:
-    """The names in a list that is separated by commas."""
-    return tuple(name for part in (text or "").split(",") if (name := part.strip()))
 
 
 @dataclass(frozen=True)
@@ -96,37 +63,50 @@ class PlanArguments:
 
     ranks: Ranks = None
     memory: MemoryLimit = None
-    batch: BatchSize = None
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            metavar="SAMPLES",
+            help="Samples per step of this pipeline; with a config: of the whole job.",
+        ),
+    ] = None
     stages_per_rank: FamilyStages = None
     objective: ObjectiveOption = "makespan"
-    seconds: TimeLimit = 10.0
+    seconds: Annotated[float, typer.Option(help="Time limit of the search; 0 evaluates families only.")] = 10.0
     seed: Seed = 0
     jitter: JitterShare = None
     quantile: Quantile = None
-    recompute: MayRecompute = False
-    offload: MayOffload = False
+    recompute: Annotated[bool, typer.Option("--recompute", help="Also offer plans that recompute stages.")] = (
+        False
+    )
+    offload: Annotated[
+        bool, typer.Option("--offload", help="Also offer plans that keep activations on the host.")
+    ] = False
 
-    def check(self) -> None:
-        """Raise a usage error for a value that has no meaning."""
-        rules = {
-            "--memory must be more than 0": (self.memory, self.memory is None or self.memory > 0),
-            "--batch must be at least 1": (self.batch, self.batch is None or self.batch > 0),
-            "--seconds must be 0 or more": (self.seconds, self.seconds >= 0),
-            "--seed must be 0 or more": (self.seed, self.seed >= 0),
-        }
-        for rule, (given, is_met) in rules.items():
-            if not is_met:
-                raise typer.BadParameter(f"{rule} (given {given:g})")
+    @property
+    def shared(self) -> dict[str, Any]:
+        """The fields that both requests have."""
+        names = ("seed", "jitter", "recompute", "offload")
+        quantile = quantile_from(self.quantile, self.jitter)
+        return {**{name: getattr(self, name) for name in names}, "quantile": quantile}
 
 
 @dataclass(frozen=True)
 class PlanOutput:
     """What to print and write."""
 
-    explained: Explained = False
-    top: RowCount = 10
-    picture: PlotFile = None
-    folder: PlanDirectory = None
+    explained: Annotated[
+        bool, typer.Option("--explain", help="Explain why the best plan wins, and what would improve it.")
+    ] = False
+    top: Annotated[int, typer.Option(min=1, help="Number of rows to print.")] = 10
+    picture: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Plot memory against time: .svg, .png or .html."),
+    ] = None
+    folder: Annotated[
+        Path | None,
+        typer.Option("--write", metavar="DIR", help="Write schedule, costs and layout of the best plan."),
+    ] = None
     as_json: AsJson = False
 
 
@@ -137,88 +117,57 @@ _PANEL = "With a model config"
 _CONFIG_KEYS = {"hidden_size", "num_hidden_layers", "n_embd", "n_layer"}
 """By which a config is known that lacks its model_type."""
 
-DeviceCount: TypeAlias = Annotated[
-    int | None, typer.Option("--devices", help="Number of devices of the job.", rich_help_panel=_PANEL)
-]
-JobDevice: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        "--device",
-        metavar="NAME|FILE",
-        help=f"Device: {', '.join(devices())}, or a .toml file; h100 unless given.",
-        rich_help_panel=_PANEL,
-    ),
-]
-JobSequence: TypeAlias = Annotated[
-    int | None,
-    typer.Option(
-        "--seq", metavar="TOKENS", help="Tokens of a sample; 4096 unless given.", rich_help_panel=_PANEL
-    ),
-]
-JobTensor: TypeAlias = Annotated[
-    int | None, typer.Option("--tp", help="Fix the tensor parallel ranks.", rich_help_panel=_PANEL)
-]
-JobContext: TypeAlias = Annotated[
-    int | None, typer.Option("--cp", help="Fix the context parallel ranks.", rich_help_panel=_PANEL)
-]
-JobExpert: TypeAlias = Annotated[
-    int | None, typer.Option("--ep", help="Fix the expert parallel ranks.", rich_help_panel=_PANEL)
-]
-JobMicrobatchSize: TypeAlias = Annotated[
-    int | None,
-    typer.Option("--microbatch-size", help="Fix the samples of a microbatch.", rich_help_panel=_PANEL),
-]
-JobPrecision: TypeAlias = Annotated[
-    str | None, choice("--precision", PRECISIONS, "Of matrix products.", panel=_PANEL)
-]
-JobZero: TypeAlias = Annotated[
-    int | None, typer.Option("--zero", help="ZeRO stage, 0 to 3; 1 unless given.", rich_help_panel=_PANEL)
-]
-JobRecompute: TypeAlias = Annotated[
-    str | None,
-    choice("--recompute-granularity", RECOMPUTATION, "Fix what each layer recomputes.", panel=_PANEL),
-]
-JobSchedules: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        "--schedules",
-        metavar="LIST",
-        help="Only these families, e.g. 1f1b,interleaved-1f1b, which Megatron runs.",
-        rich_help_panel=_PANEL,
-    ),
-]
-JobBudget: TypeAlias = Annotated[
-    float | None,
-    typer.Option(
-        "--budget",
-        help="Simulate this many times more candidates, and search orders for longer.",
-        rich_help_panel=_PANEL,
-    ),
-]
+
+def _of_config(option: str, text: str, metavar: str | None = None) -> Any:  # noqa: ANN401 -- as typer.Option
+    """Return an option for a model config."""
+    return typer.Option(option, help=text, metavar=metavar, rich_help_panel=_PANEL)
 
 
 @dataclass(frozen=True)
 class JobArguments:
     """The options for a model config; None is not given."""
 
-    devices: DeviceCount = None
-    device: JobDevice = None
-    sequence: JobSequence = None
-    tensor: JobTensor = None
-    context: JobContext = None
-    expert: JobExpert = None
-    microbatch_size: JobMicrobatchSize = None
-    precision: JobPrecision = None
-    zero: JobZero = None
-    recompute_granularity: JobRecompute = None
-    schedules: JobSchedules = None
-    budget: JobBudget = None
+    devices: Annotated[int | None, _of_config("--devices", "Number of devices of the job.")] = None
+    device: Annotated[
+        str | None,
+        _of_config(
+            "--device",
+            f"Device: {', '.join(devices())}, or a .toml file; h100 unless given.",
+            "NAME|FILE",
+        ),
+    ] = None
+    sequence: Annotated[int | None, _of_config("--seq", "Tokens of a sample; 4096 unless given.", "TOKENS")] = (
+        None
+    )
+    tensor: Annotated[int | None, _of_config("--tp", "Fix the tensor parallel ranks.")] = None
+    context: Annotated[int | None, _of_config("--cp", "Fix the context parallel ranks.")] = None
+    expert: Annotated[int | None, _of_config("--ep", "Fix the expert parallel ranks.")] = None
+    microbatch_size: Annotated[
+        int | None, _of_config("--microbatch-size", "Fix the samples of a microbatch.")
+    ] = None
+    precision: Annotated[str | None, choice("--precision", PRECISIONS, "Of matrix products.", panel=_PANEL)] = (
+        None
+    )
+    zero: Annotated[int | None, _of_config("--zero", "ZeRO stage, 0 to 3; 1 unless given.")] = None
+    recompute_granularity: Annotated[
+        str | None,
+        choice("--recompute-granularity", RECOMPUTATION, "Fix what each layer recomputes.", panel=_PANEL),
+    ] = None
+    schedules: Annotated[
+        str | None,
+        _of_config(
+            "--schedules", "Only these families, e.g. 1f1b,interleaved-1f1b, which Megatron runs.", "LIST"
+        ),
+    ] = None
+    budget: Annotated[
+        float | None,
+        _of_config("--budget", "Simulate this many times more candidates, and search orders for longer."),
+    ] = None
 
     @property
-    def given(self) -> list[str]:
-        """The options that were given."""
-        names = {"sequence": "seq", "tensor": "tp", "context": "cp", "expert": "ep"}
-        return [f"--{names.get(k, k).replace('_', '-')}" for k, v in vars(self).items() if v is not None]
+    def given(self) -> dict[str, Any]:
+        """The values that were given."""
+        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 def is_job(source: str, arguments: JobArguments) -> bool:
@@ -226,15 +175,14 @@ def is_job(source: str, arguments: JobArguments) -> bool:
     if is_model_name(source):
         return True
     if Path(source).suffix.lower() == ".json":
-        try:
+        with usage_errors():
             keys = read_keys(source)
-        except FormatError as error:
-            raise typer.BadParameter(str(error)) from None
         if is_config(keys) or (isinstance(keys, dict) and _CONFIG_KEYS & set(keys)):
             return True
     if arguments.given and Path(source).is_file():
+        options = ", ".join(map(option_name, arguments.given))
         raise typer.BadParameter(
-            f"{', '.join(arguments.given)}: only with a model's config.json, which has a model_type; {source} "
+            f"{options}: only with a model's config.json, which has a model_type; {source} "
             "has none, so it is read as costs of layers or stages"
         )
     return False
@@ -254,26 +202,17 @@ def job_request(source: str, arguments: JobArguments, common: PlanArguments) -> 
         missing = [name for name, value in needed.items() if value is None]
         example = f"penstock plan {source} --devices 512 --device h100 --batch 1024 --seq 8192"
         raise typer.BadParameter(f"a model config needs {' and '.join(missing)}, e.g. {example}")
+    sizes = {"device": "h100", "sequence": 4096} | arguments.given | {"batch": common.batch}
+    families = (name.strip() for name in sizes.pop("schedules", "").split(","))
     return JobRequest(
-        *(config, device_from(arguments.device or "h100"), arguments.devices, common.batch),
-        sequence=4096 if arguments.sequence is None else arguments.sequence,
-        precision=arguments.precision or "bf16",
-        zero=1 if arguments.zero is None else arguments.zero,
-        memory_limit=common.memory or 0.0,
-        tensor=arguments.tensor,
-        context=arguments.context,
-        expert=arguments.expert,
+        config,
+        device_from(sizes.pop("device")),
+        **sizes,
         pipeline=common.ranks,
-        microbatch_size=arguments.microbatch_size,
-        recompute_granularity=arguments.recompute_granularity,
-        families=names_in(arguments.schedules),
-        budget=1.0 if arguments.budget is None else arguments.budget,
+        memory_limit=common.memory or 0.0,
+        families=tuple(filter(None, families)),
         search=common.seconds > 0,
-        recompute=common.recompute,
-        offload=common.offload,
-        jitter=common.jitter,
-        quantile=quantile_from(common.quantile, common.jitter),
-        seed=common.seed,
+        **common.shared,
     )
 
 
@@ -305,24 +244,16 @@ def report(request: PlanRequest | JobRequest, output: PlanOutput) -> None:
 
 def render_frontier(made: LayerPlan | JobPlan, output: Path) -> bytes:
     """Return the plot of memory against time, .svg, .png or .html."""
-    if output.suffix.lower() == ".html":
-        from penstock.view.frontier import frontier_html  # noqa: PLC0415 -- loaded only when drawn
-
+    suffix = output.suffix.lower()
+    if suffix == ".html":
         return frontier_html(made).encode()
     picture = frontier_picture(made)
-    if output.suffix.lower() == ".svg":
-        from penstock.view.svg import svg_of  # noqa: PLC0415 -- loaded only when drawn
-
-        return svg_of(picture).encode()
-    from penstock.view.png import png_of  # noqa: PLC0415 -- loaded only when drawn
-
-    return png_of(picture)
+    return png_of(picture) if suffix == ".png" else svg_of(picture).encode()
 
 
 def print_plan(made: LayerPlan | JobPlan, why: Explanation | None, top: int) -> None:
     """Print the ranking, the frontier and what was left out."""
-    width = shutil.get_terminal_size().columns
-    console = Console(highlight=False, markup=False, width=width)
+    console = report_console()
     if isinstance(made.request, JobRequest):
         console.print(f"{made.request.title} of {plural(made.request.sequence, 'token')}")
         notes = _job_notes(made, top, explained=why is not None)
@@ -332,13 +263,13 @@ def print_plan(made: LayerPlan | JobPlan, why: Explanation | None, top: int) -> 
     if len(made.options) > top:
         console.print(f"and {len(made.options) - top} more: --top {len(made.options)}")
     console.print()
-    console.print(frontier_text(made, width), soft_wrap=True)
+    console.print(frontier_text(made, console.width))
     console.print()
     if made.request.recompute or made.request.offload:
         print_table(_policy_table(made))
         console.print()
     for line in notes:
-        console.print(line, soft_wrap=True)
+        console.print(line)
     if made.interrupted:
         console.print("interrupted: this is the best plan found so far")
     if why is not None:
@@ -348,13 +279,11 @@ def print_plan(made: LayerPlan | JobPlan, why: Explanation | None, top: int) -> 
 def _print_explanation(console: Console, why: Explanation, units: Units) -> None:
     console.print("\nwhy it wins:")
     for line in why.why:
-        console.print(f"  {line}", soft_wrap=True)
+        console.print(f"  {line}")
     console.print("\nwhat would help, largest gain first:")
     for each in why.what_ifs:
         change = f"{each.gain:.1%} faster" if each.gain >= 0 else f"{-each.gain:.1%} slower"
-        console.print(
-            f"  {change:>13}  {each.change}: {units.time(each.seconds, 4)} by {each.best}", soft_wrap=True
-        )
+        console.print(f"  {change:>13}  {each.change}: {units.time(each.seconds, 4)} by {each.best}")
 
 
 def _policy_table(made: LayerPlan | JobPlan) -> Table:
@@ -434,18 +363,15 @@ def _job_notes(made: JobPlan, top: int, *, explained: bool) -> Iterator[str]:
         yield f"not evaluated: {counts['not evaluated']}; {least}: --budget 4 evaluates more"
 
 
-ModelFile: TypeAlias = Annotated[
-    str,
-    typer.Argument(
-        metavar="FILE|MODEL",
-        help="Costs of layers or of profiled stages (.toml or .json), a model's config.json, or its name.",
-        autocompletion=completing(known_models),
-    ),
-]
-
-
 def plan(
-    model: ModelFile,
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE|MODEL",
+            help="Costs of layers or of profiled stages (.toml or .json), a model's config.json, or its name.",
+            autocompletion=completing(known_models),
+        ),
+    ],
     *,
     arguments: PlanArguments,
     output: PlanOutput,
@@ -466,19 +392,18 @@ def plan(
     """
     require_suffix(output.picture, (".svg", ".png", ".html"), advice="; --write DIR writes the schedule")
     require_folder(output.folder)
-    arguments.check()
-    if is_job(model, job):
-        report(job_request(model, job, arguments), output)
-    else:
-        report(_layer_request(model, arguments), output)
+    if arguments.memory is not None and not arguments.memory > 0:
+        raise typer.BadParameter(f"--memory must be more than 0 (given {arguments.memory:g})")
+    if not arguments.seconds >= 0:
+        raise typer.BadParameter(f"--seconds must be 0 or more (given {arguments.seconds:g})")
+    is_for_job = is_job(model, job)
+    report(job_request(model, job, arguments) if is_for_job else _layer_request(model, arguments), output)
 
 
 def _layer_request(source: str, arguments: PlanArguments) -> PlanRequest:
     """Return what to plan for costs of layers or stages."""
-    try:
+    with usage_errors():
         model = read_model(source)
-    except FormatError as error:
-        raise typer.BadParameter(str(error)) from None
     stages = arguments.stages_per_rank
     return PlanRequest.of(
         model,
@@ -488,9 +413,5 @@ def _layer_request(source: str, arguments: PlanArguments) -> PlanRequest:
         stages_per_rank=None if stages is None else parse_stages(stages),
         objective=arguments.objective,
         seconds=arguments.seconds,
-        seed=arguments.seed,
-        jitter=arguments.jitter,
-        quantile=quantile_from(arguments.quantile, arguments.jitter),
-        recompute=arguments.recompute,
-        offload=arguments.offload,
+        **arguments.shared,
     )
