@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.cost.estimate import device
-from penstock.planning.job import JobRequest, data_sizes, job_layouts
+from penstock.planning.jobs import JobRequest, data_sizes, job_layouts
 from tests.support.model_configs import config, gpt_config
 
 GPT = gpt_config(2048, 64, 16)

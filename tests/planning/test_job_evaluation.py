@@ -17,8 +17,14 @@ from penstock.errors import PlanError
 from penstock.planning import JobRequest, plan
 from penstock.planning.estimated_model import even_blocks
 from penstock.planning.explanation import explain, time_shares
-from penstock.planning.job import FamilyShape, families_by_shape, job_layouts
-from penstock.planning.job_evaluation import EstimatedStages, JobEvaluation, simulated_without_queues
+from penstock.planning.jobs import (
+    EstimatedStages,
+    FamilyShape,
+    JobEvaluation,
+    families_by_shape,
+    job_layouts,
+    simulated_without_queues,
+)
 from penstock.planning.planner import JobPlan
 from tests.support.grids import small
 from tests.support.model_configs import config, gpt_config
@@ -107,7 +113,7 @@ def test_an_extended_step_is_as_long_as_the_whole_one() -> None:
     evaluation = JobEvaluation(asked, None, penstock.search)
     for each in evaluation.configurations():
         for option in evaluation.options_of(each):
-            if each.stages_per_rank <= 2:
+            if each.shape.stages_per_rank <= 2:
                 whole = simulated_without_queues(option.schedule, each.costs)
                 assert option.makespan == pytest.approx(whole.makespan, rel=0.01)
 
@@ -175,9 +181,9 @@ def test_layers_are_moved_from_the_busiest_rank(stages_per_rank: int) -> None:
     asked = request(config=gpt_config(1024, 30, 16, vocab_size=256_000))
     found = estimate(asked.config, next(job_layouts(asked)).parallel_config(asked), H100)
     stages, shape = EstimatedStages(found), FamilyShape(stages_per_rank, is_v=True, split=True, paired=False)
-    before = stages.bound(stages.counts(4 * stages_per_rank), shape, 4, 16)
+    before = stages.rank_bounds(stages.counts(4 * stages_per_rank), shape, 4, 16).max()
     bound, counts = stages.partition(shape, 4, 16)
-    assert bound == stages.bound(counts, shape, 4, 16) < before
+    assert bound == stages.rank_bounds(counts, shape, 4, 16).max() < before
     assert (sum(counts), min(counts) > 0) == (32, True)
 
 

@@ -15,7 +15,7 @@ from penstock.errors import PlanError
 from penstock.ir.kinds import Kind
 from penstock.planning import JobRequest, plan
 from penstock.planning.estimated_model import stage_costs
-from penstock.planning.job_evaluation import slowest
+from penstock.planning.jobs import slowest
 from penstock.search import Progress
 from penstock.simulation.jitter import Spread
 from tests.support.model_configs import gpt_config

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from penstock import Placement, build
 from penstock.cost.memory import live_activations
 from penstock.planning import Model
-from penstock.planning.layer_space import (
+from penstock.planning.layers import (
+    LayerConfiguration,
     PlanRequest,
     candidate_partitions,
     configurations,
-    configure,
     partition_within_memory,
 )
 from penstock.planning.partition import balanced_partition, even_partition
@@ -64,7 +64,7 @@ def test_a_partition_that_fits_is_found_where_the_balanced_one_does_not(family: 
 
     limit = peak(first) - 50
     request = PlanRequest(model, 4, 8, memory_limit=limit)
-    configuration = configure(request, schedule.placement, first, 8)
+    configuration = LayerConfiguration(schedule.placement, first, 8, 1, model)
     found = partition_within_memory(request, configuration, live)
     assert found is not None
     assert peak(found) <= limit < peak(first)

@@ -49,7 +49,7 @@ from penstock.formats.files import read_keys
 from penstock.planning import JobRequest, PlanRequest, read_model
 from penstock.planning import plan as make_plan
 from penstock.planning.explanation import Explanation, explain
-from penstock.planning.job import data_sizes
+from penstock.planning.jobs import data_sizes
 from penstock.planning.planner import JobPlan, LayerPlan
 from penstock.view.frontier import frontier_html, frontier_picture, frontier_text
 from penstock.view.png import png_of
@@ -202,7 +202,7 @@ def job_request(source: str, arguments: JobArguments, common: PlanArguments) -> 
         missing = [name for name, value in needed.items() if value is None]
         example = f"penstock plan {source} --devices 512 --device h100 --batch 1024 --seq 8192"
         raise typer.BadParameter(f"a model config needs {' and '.join(missing)}, e.g. {example}")
-    sizes = {"device": "h100", "sequence": 4096} | arguments.given | {"batch": common.batch}
+    sizes: dict[str, Any] = {"device": "h100", "sequence": 4096} | arguments.given | {"batch": common.batch}
     families = (name.strip() for name in sizes.pop("schedules", "").split(","))
     return JobRequest(
         config,

@@ -17,7 +17,7 @@ from penstock.cost.estimate.model_config import ModelConfig
 from penstock.cost.estimate.operations import Passes
 from penstock.errors import EstimateError, Parameter, PlanError
 from penstock.ir.placement import Placement
-from penstock.planning.layer_space import candidate_partitions
+from penstock.planning.layers import candidate_partitions
 from penstock.planning.model import Layer, Model
 from penstock.planning.partition import LayerCounts, even_partition
 

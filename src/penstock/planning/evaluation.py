@@ -1,7 +1,7 @@
-"""What all plans share: the base of requests, of options, and of the evaluation that finds and ranks options.
+"""What all plans share: requests, configurations, options, and the evaluation that finds and ranks options.
 
-An evaluation is over one space: partitions of layers with known costs (`layer_evaluation`), or layouts of a
-whole job (`job_evaluation`).
+An evaluation is over one space: partitions of layers with known costs (`layers`), or layouts of a whole job
+(`jobs`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 from time import perf_counter
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -27,6 +27,8 @@ from penstock.ir.schedule import Schedule
 from penstock.planning.layout import PipelineLayout
 from penstock.planning.partition import LayerCounts
 from penstock.search import OnProgress, Progress, SearchResult
+from penstock.simulation.simulator import simulate
+from penstock.simulation.timeline import Timeline
 
 Searcher: TypeAlias = Callable[..., SearchResult]
 """A function with the arguments of `penstock.search.search`."""
@@ -50,15 +52,33 @@ class Request(ABC):
     quantile: float = 0.95
     seed: int = 0
 
-    def common_problems(self) -> Iterator[Message]:
+    def broken_rules(self) -> Iterator[Message]:
         """Yield what is wrong with the fields that all requests have."""
-        if (seed := whole_number(self.seed)) is None or seed < 0:
-            given = printable(repr(self.seed))
-            yield Message(Parameter("seed"), f" must be an integer of at least 0 (given {given})")
-        if self.jitter is not None and not 0 <= self.jitter <= 1:
-            yield Message(Parameter("jitter"), f" must be a share from 0 to 1 (given {self.jitter})")
-        if not 0 < self.quantile < 1:
-            yield Message(Parameter("quantile"), f" must be between 0 and 1 (given {self.quantile})")
+        limit, jitter, seed = self.memory_limit, self.jitter, whole_number(self.seed)
+        rules = {
+            "seed": ("an integer of at least 0", seed is not None and seed >= 0),
+            "jitter": ("a share from 0 to 1", jitter is None or 0 <= jitter <= 1),
+            "quantile": ("between 0 and 1", 0 < self.quantile < 1),
+            "memory_limit": ("a number of bytes above 0", limit is None or limit > 0),
+        }
+        for name, (rule, is_met) in rules.items():
+            if not is_met:
+                given = printable(repr(getattr(self, name)))
+                yield Message(Parameter(name), f" must be {rule} (given {given})")
+
+    @property
+    def objective(self) -> str:
+        """What is minimized, optimizer step included."""
+        return "makespan"
+
+    def timeline(self, schedule: Schedule, costs: Costs) -> Timeline:
+        """Simulate an order, as far as the objective needs."""
+        return simulate(schedule, costs, with_period=self.objective == "period")
+
+    def seconds_of(self, timeline: Timeline) -> float:
+        """Return the objective, optimizer step included, without jitter."""
+        seconds = timeline.length(self.objective)
+        return seconds if self.objective == "period" else seconds + timeline.costs.optimizer_step
 
     @property
     @abstractmethod
@@ -84,28 +104,30 @@ class Request(ABC):
         """Return what is planned as values for JSON."""
 
 
-class StagesOfRanks(Protocol):
-    """What every configuration has: stages of layers on ranks, microbatches, and their costs."""
+@dataclass(frozen=True, eq=False)
+class Configuration(ABC):
+    """Everything of a plan except the order of work."""
 
-    @property
-    def placement(self) -> Placement:
-        """Stages on ranks."""
+    placement: Placement
+    counts: LayerCounts
+    """Number of layers of each stage, embedding and output layer included."""
+    microbatches: int
+    """Of a pipeline."""
 
-    @property
-    def counts(self) -> LayerCounts:
-        """Number of layers of each stage, embedding and output layer included."""
-
-    @property
-    def microbatches(self) -> int:
-        """Number of microbatches of a pipeline."""
-
-    @property
+    @cached_property
     def stages_per_rank(self) -> int | tuple[int, ...]:
         """Number of stages of each rank; a list if they differ."""
+        counts = tuple(map(len, self.placement.stages_of_rank))
+        return counts if len(set(counts)) > 1 else counts[0]
 
     @property
+    @abstractmethod
     def costs(self) -> Costs:
         """Costs of the stages."""
+
+    def as_run(self, schedule: Schedule) -> Schedule:
+        """Return the schedule with the messages and collectives that it is timed with."""
+        return schedule
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +136,7 @@ class Option:
 
     name: str
     """The family of the order, or `searched`."""
-    configuration: StagesOfRanks
+    configuration: Configuration
     order: Schedule | None
     """The order of work, compute only; None for the order of the family, which is built when it is used."""
     memory: float
@@ -248,16 +270,18 @@ class Evaluation(ABC, Generic[R, O]):
         """Return the quantile of an option's seconds under jitter."""
 
     @abstractmethod
-    def seconds_of(self, schedule: Schedule, option: O) -> float:
-        """Return the seconds of an order in the configuration of an option, without jitter."""
-
-    @abstractmethod
     def why_no_option(self) -> str | Message:
         """Return why there is no option, and what to change."""
 
     @abstractmethod
     def to_keys(self) -> dict[str, Any]:
         """Return what was left out as values for JSON."""
+
+    def seconds_of(self, schedule: Schedule, option: O) -> float:
+        """Return the seconds of an order in the configuration of an option, without jitter."""
+        configuration = option.configuration
+        timeline = self.request.timeline(configuration.as_run(schedule), configuration.costs)
+        return self.request.seconds_of(timeline)
 
     def offered(self) -> Iterable[O]:
         """Return the options that a plan offers."""

@@ -18,14 +18,12 @@ from penstock.cost.units import bytes_text, seconds_text
 from penstock.errors import PlanError
 from penstock.ir.schedule import Schedule
 from penstock.planning.evaluation import Option
-from penstock.planning.job import JobRequest, data_sizes
-from penstock.planning.job_evaluation import EstimatedStages, JobOption, exact
-from penstock.planning.layer_evaluation import (
+from penstock.planning.jobs import EstimatedStages, JobOption, JobRequest, data_sizes, exact
+from penstock.planning.layers import (
+    PlanRequest,
     quantile_seconds,
-    simulated_seconds,
     training_schedules,
 )
-from penstock.planning.layer_space import PlanRequest
 from penstock.planning.model import Model
 from penstock.planning.partition import even_partition
 from penstock.planning.planner import JobPlan, LayerPlan, plan
@@ -195,13 +193,14 @@ def _best_at(made: LayerPlan, costs: Costs) -> tuple[float, str]:
         peak = max(each.peak(costs, stages) for each in live_activations(schedule.table))
         if schedule.placement == configuration.placement and peak <= limit:
             known[f"{schedule.name} ({configuration})"] = schedule
-    best = min(known, key=lambda name: simulated_seconds(request, known[name], costs))
+    best = min(known, key=lambda name: request.seconds_of(request.timeline(known[name], costs)))
     return _seconds(request, known[best], costs), best
 
 
 def _seconds(request: PlanRequest, schedule: Schedule, costs: Costs) -> float:
-    seconds = simulated_seconds if request.jitter is None else quantile_seconds
-    return seconds(request, schedule, costs)
+    if request.jitter is None:
+        return request.seconds_of(request.timeline(schedule, costs))
+    return quantile_seconds(request, schedule, costs)
 
 
 def _balanced(costs: Costs, stages: int) -> Costs:

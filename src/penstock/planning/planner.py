@@ -15,10 +15,8 @@ from penstock.display import Displayed
 from penstock.errors import PlanError
 from penstock.formats import write_text
 from penstock.planning.evaluation import POLICY_KINDS, Evaluation, O, R, Searcher, by_rank, frontier
-from penstock.planning.job import JobRequest
-from penstock.planning.job_evaluation import JobEvaluation, JobOption
-from penstock.planning.layer_evaluation import LayerEvaluation, LayerOption
-from penstock.planning.layer_space import PlanRequest
+from penstock.planning.jobs import JobEvaluation, JobOption, JobRequest
+from penstock.planning.layers import LayerEvaluation, LayerOption, PlanRequest
 from penstock.planning.model import Model
 from penstock.search import OnProgress, search
 from penstock.search.passes import without_memory_actions

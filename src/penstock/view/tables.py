@@ -9,10 +9,8 @@ from rich.text import Text
 
 from penstock.arguments import listed, printable
 from penstock.cost.units import Units, bytes_text, number_text, seconds_text
-from penstock.planning.job import JobRequest
-from penstock.planning.job_evaluation import JobOption
-from penstock.planning.layer_evaluation import LayerOption
-from penstock.planning.layer_space import stages_text
+from penstock.planning.jobs import JobOption, JobRequest
+from penstock.planning.layers import LayerOption, stages_text
 from penstock.planning.planner import JobPlan, LayerPlan
 from penstock.search.request import SearchResult
 from penstock.simulation.comparison import Comparison

@@ -1,4 +1,4 @@
-"""Evaluation of a plan for layers: families, memory policies, other partitions and searched orders.
+"""The plan for layers with known costs: families, memory policies, other partitions and searched orders.
 
 An option is pruned without simulation if a simulated one needs no more memory and is no slower than the pruned
 option's lower bound: it can neither win nor be on the frontier.
@@ -7,40 +7,313 @@ option's lower bound: it can neither win nor be on the frontier.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import permutations
-from math import inf
+from itertools import accumulate, pairwise, permutations
+from math import inf, isqrt
+from os import PathLike
 from statistics import fmean
 from time import monotonic
 from typing import Any
 
 from penstock.arguments import plural
-from penstock.bounds import Bound
+from penstock.bounds import OBJECTIVES, Bound, Workload, bounds
 from penstock.cost.costs import Costs
-from penstock.cost.memory import LiveActivations, live_activations
+from penstock.cost.estimate.parallel_config import size_problems
+from penstock.cost.memory import LayerBytes, LiveActivations, fixed_bytes_of, live_activations
 from penstock.cost.prices import pairs_can_pay
-from penstock.errors import SearchError
+from penstock.cost.units import Units
+from penstock.errors import Message, Parameter, PlanError, SearchError
 from penstock.families import build, families
 from penstock.families.registry import offloading_schedules
 from penstock.ir.kinds import Kind
-from penstock.ir.placement import StagesPerRank, most_stages
+from penstock.ir.placement import Placement, StagesPerRank, most_stages, problems_of_counts
 from penstock.ir.schedule import Schedule
-from penstock.planning.evaluation import POLICY_KINDS, Evaluation, Option, by_rank, frontier
-from penstock.planning.layer_space import (
+from penstock.planning.evaluation import (
+    POLICY_KINDS,
     Configuration,
-    PlanRequest,
-    configurations,
-    configure,
-    partition_within_memory,
-    stages_text,
+    Evaluation,
+    Option,
+    Request,
+    by_rank,
+    frontier,
 )
-from penstock.planning.partition import LayerCounts, move_layer
+from penstock.planning.layout import PipelineLayout
+from penstock.planning.model import Model, read_model
+from penstock.planning.partition import (
+    LayerCounts,
+    balanced_partition,
+    even_partition,
+    improve_partition,
+    move_layer,
+)
 from penstock.search import Progress, SearchResult
 from penstock.search.passes import simple_policies
+from penstock.search.request import jitter_needs_makespan
 from penstock.simulation.jitter import simulate_with_jitter
-from penstock.simulation.simulator import simulate
 from penstock.simulation.timeline import Timeline
+
+_MAX_WORK = 1 << 15
+"""Stages times microbatches of the largest schedule that is evaluated."""
+_MAX_STAGES_PER_RANK = 8
+
+
+@dataclass(frozen=True)
+class PlanRequest(Request):
+    """A model with the costs of its layers, to be planned for one pipeline."""
+
+    model: Model
+    ranks: int
+    samples: int
+    """Per step of this pipeline."""
+    stages_per_rank: StagesPerRank | None = None
+    """One number for all ranks or a list of one for each; None for any number."""
+    objective: str = "makespan"
+    """What is minimized: `makespan`, `span` or `period`, optimizer step included."""
+    seconds: float = 10.0
+    """Time for searching orders, in addition to evaluating families; 0 for families only."""
+
+    @classmethod
+    def of(
+        cls,
+        model: Model | Costs | str | PathLike[str],
+        *,
+        ranks: int | None = None,
+        samples: int | None = None,
+        memory_limit: float | None = None,
+        **options: Any,  # noqa: ANN401 -- the other fields
+    ) -> PlanRequest:
+        """Return the request for a model, a file, or the costs of stages; what is not given is the model's."""
+        if isinstance(model, Costs):
+            model = Model.of_stages(model)
+        elif not isinstance(model, Model):
+            model = read_model(model)
+        ranks = model.ranks if ranks is None else ranks
+        samples = model.samples if samples is None else samples
+        if ranks is None or samples is None:
+            known = {"ranks": ranks, "samples": samples}
+            missing = [Message(Parameter(name)) for name, value in known.items() if value is None]
+            lacks = f": the model {model.name!r} does not have it"
+            raise PlanError("give ", Message.join(" and ", missing), lacks)
+        limit = model.memory if memory_limit is None else memory_limit
+        return cls(model, ranks, samples, memory_limit=limit, **options)
+
+    def __post_init__(self) -> None:
+        problems = [*self._problems_of_counts(), *self.broken_rules()]
+        if self.objective not in OBJECTIVES:
+            must = f" must be one of {', '.join(OBJECTIVES)} (given {self.objective!r})"
+            problems.append(Message(Parameter("objective"), must))
+        if not self.seconds >= 0:
+            problems.append(Message(Parameter("seconds"), f" must be 0 or more (given {self.seconds})"))
+        if self.jitter is not None and self.objective != "makespan":
+            problems.append(jitter_needs_makespan(self.objective))
+        if self.offload and self.model.common.host_bandwidth is None:
+            problems.append(
+                "offload needs the speed of the host link: host_bandwidth_bytes_per_second of the devices"
+            )
+        if problems:
+            raise PlanError(Message.join("; ", problems))
+
+    def _problems_of_counts(self) -> list[str | Message]:
+        stages_per_rank = 1 if self.stages_per_rank is None else self.stages_per_rank
+        given: dict[str, object] = {"ranks": self.ranks, "samples": self.samples}
+        if not isinstance(stages_per_rank, Sequence):
+            given["stages_per_rank"] = stages_per_rank
+        problems: list[str | Message] = [
+            *size_problems(given),
+            *problems_of_counts(self.ranks, stages_per_rank),
+        ]
+        counts = stages_per_rank if isinstance(stages_per_rank, Sequence) else [stages_per_rank]
+        needed = 0 if problems else sum(counts) * self.ranks // len(counts)
+        if needed > len(self.model.layers):
+            stages = plural(self.ranks, "rank")
+            if stages_per_rank != 1:
+                stages += f" with {', '.join(map(str, counts))} stages{' each' * (len(counts) == 1)}"
+            have = f"the model has {len(self.model.layers)} {'stages' if self.model.are_stages else 'layers'}"
+            problems.append(
+                f"{stages} need at least one layer per stage, but {have}: use fewer ranks or stages per rank"
+            )
+        return problems
+
+    @property
+    def title(self) -> str:
+        """The title of a picture."""
+        return f"{self.model.name}: {plural(self.ranks, 'rank')}, {plural(self.samples, 'sample')}"
+
+    @property
+    def time_name(self) -> str:
+        """The objective."""
+        return self.objective
+
+    @property
+    def units(self) -> Units:
+        """The units of the model's costs."""
+        return self.model.units
+
+    def layout(self, counts: Sequence[int]) -> PipelineLayout | None:
+        """Return the layout of stages with these numbers of layers; None if the layers are stages."""
+        return self.model.layout(counts)
+
+    def to_keys(self) -> dict[str, Any]:
+        """Return what is planned as values for JSON."""
+        names = ("ranks", "samples", "objective")
+        return {"model": self.model.name, **{name: getattr(self, name) for name in names}}
+
+
+@dataclass(frozen=True)
+class LayerConfiguration(Configuration):
+    """Everything of a plan for layers except the order of work."""
+
+    samples: int
+    """Per microbatch."""
+    model: Model = field(compare=False)
+
+    @cached_property
+    def costs(self) -> Costs:
+        """Costs of the stages."""
+        return self.model.costs(self.counts, self.samples)
+
+    @cached_property
+    def style(self) -> str:
+        """`loop`, `v` or `custom`, also with unequal numbers of stages per rank."""
+        ranks, counts = self.placement.num_ranks, self.stages_per_rank
+        if self.placement == Placement.loop(ranks, counts):
+            return "loop"
+        return "v" if self.placement == Placement.v(ranks, counts) else "custom"
+
+    @property
+    def is_too_large_to_evaluate(self) -> bool:
+        """Whether it has too many stages and microbatches to build and simulate every family."""
+        return self.placement.num_stages * self.microbatches > _MAX_WORK
+
+    def __str__(self) -> str:
+        stages = stages_text(self.stages_per_rank)
+        return f"v={stages}{' V' if self.style == 'v' else ''}, m={self.microbatches}"
+
+    @cached_property
+    def most_fixed(self) -> float:
+        """The most bytes of parameters, gradients and optimizer state of a rank."""
+        stages = self.placement.num_stages
+        return max(fixed_bytes_of(self.costs, own, stages) for own in self.placement.stages_of_rank)
+
+    def peaks(self, live: Sequence[LiveActivations]) -> list[float]:
+        """Return the peak of each rank in an order, given its live activations."""
+        return [each.peak(self.costs, self.placement.num_stages) for each in live]
+
+    def bound(
+        self,
+        request: PlanRequest,
+        *,
+        split: bool = True,
+        paired: bool | None = None,
+        recomputed: tuple[int, ...] | None = None,
+    ) -> Bound:
+        """Return a lower bound on the objective of any order, optimizer step included.
+
+        Overlapped pairs of a forward and a backward are allowed where they save time, unless `paired` says
+        otherwise. The bound holds for every memory policy that the request allows, or for the given numbers of
+        recomputed microbatches per stage.
+        """
+        if paired is None:
+            paired = pairs_can_pay(self.costs) or self.costs.launch_overhead > 0
+        work = Workload(
+            self.placement,
+            self.microbatches,
+            self.costs,
+            split=split,
+            paired=paired,
+            recomputed=recomputed or (),
+            may_recompute=request.recompute and recomputed is None,
+            may_offload=request.offload and recomputed is None,
+        )
+        found = bounds(work, request.memory_limit, request.objective)[0]
+        if request.objective == "period":  # which includes the optimizer step
+            return found
+        return replace(found, seconds=found.seconds + self.costs.optimizer_step)
+
+
+def stages_text(stages_per_rank: StagesPerRank) -> str:
+    """Return the number as the command line takes it: 2, or 1,2,2,1."""
+    return (
+        ",".join(map(str, stages_per_rank)) if isinstance(stages_per_rank, Sequence) else str(stages_per_rank)
+    )
+
+
+def configurations(request: PlanRequest) -> Iterator[LayerConfiguration]:
+    """Yield candidates: stages per rank as far as layers allow, loop and V, every divisor of the batch."""
+    model, ranks = request.model, request.ranks
+    most = min(_MAX_STAGES_PER_RANK, len(model.layers) // ranks) if ranks > 1 else 1
+    fixed = request.stages_per_rank
+    choices: Sequence[StagesPerRank] = range(1, most + 1) if fixed is None else [fixed]
+    small = [n for n in range(1, isqrt(request.samples) + 1) if request.samples % n == 0]
+    divisors = sorted({*small, *(request.samples // n for n in small)})
+    for stages_per_rank in choices:
+        placements = Placement.loop(ranks, stages_per_rank), Placement.v(ranks, stages_per_rank)
+        for placement in dict.fromkeys(placements):
+            partitions = candidate_partitions(model, placement)
+            for m in divisors:
+                exact = (
+                    balanced_partition(model.loads(), ranks, m) if most_stages(stages_per_rank) == 1 else None
+                )
+                for counts in dict.fromkeys((*([exact] if exact else []), *partitions)):
+                    yield LayerConfiguration(placement, counts, m, request.samples // m, model)
+
+
+def candidate_partitions(model: Model, placement: Placement) -> list[LayerCounts]:
+    """Return partitions for any number of microbatches: by the busiest rank, and by the longest stage."""
+    loads, stages = model.loads(), placement.num_stages
+    by_stage = balanced_partition(loads, stages)
+    assert by_stage is not None, "there is a layer for each stage"
+    if stages == placement.num_ranks:
+        return [by_stage]
+
+    def cost(counts: LayerCounts) -> tuple[float, ...]:
+        return _imbalance(loads, counts, placement)
+
+    starts = dict.fromkeys((by_stage, even_partition(len(loads), stages)))
+    by_rank = min((improve_partition(start, cost) for start in starts), key=cost)
+    return list(dict.fromkeys((by_rank, by_stage)))
+
+
+def partition_within_memory(
+    request: PlanRequest, configuration: LayerConfiguration, live: Sequence[LiveActivations]
+) -> LayerCounts | None:
+    """Return the best partition found that fits the memory limit; exact for one stage per rank."""
+    limit = request.memory_limit
+    assert limit is not None
+    placement, loads = configuration.placement, request.model.loads()
+    layers = len(loads)
+    sizes = LayerBytes(request.model.costs([1] * layers, configuration.samples), layers)
+    if placement.num_stages == placement.num_ranks:
+        rank_of_stage, m = placement.stage_to_rank, configuration.microbatches
+
+        def fits(stage: int, i: int, j: int) -> bool:
+            return sizes.peak(live[rank_of_stage[stage]], [(i, j)]) <= limit
+
+        return balanced_partition(loads, placement.num_stages, m, fits)
+
+    def cost(counts: LayerCounts) -> tuple[float, ...]:
+        ends = list(pairwise([0, *accumulate(counts)]))
+        owned = zip(live, placement.stages_of_rank)
+        peaks = [sizes.peak(on_rank, [ends[s] for s in own]) for on_rank, own in owned]
+        excess = sum(max(each - limit, 0.0) for each in peaks)
+        return excess, *_imbalance(loads, counts, placement)
+
+    # moves of single layers reach a local optimum only: they start from this partition, and from a small one
+    mean_live = fmean(float(each.counts.max(initial=0)) for each in live)
+    small = balanced_partition(sizes.with_live(mean_live), placement.num_stages)
+    starts = [configuration.counts, *([small] if small else [])]
+    found = min((improve_partition(start, cost) for start in starts), key=cost)
+    return found if cost(found)[0] == 0 else None
+
+
+def _imbalance(loads: Sequence[float], counts: LayerCounts, placement: Placement) -> tuple[float, ...]:
+    """Return the busiest rank, the sum of squares over ranks, and both over stages."""
+    until = [0.0, *accumulate(loads)]
+    stages = [until[j] - until[i] for i, j in pairwise([0, *accumulate(counts)])]
+    ranks = [sum(stages[s] for s in own) for own in placement.stages_of_rank]
+    return max(ranks), sum(x * x for x in ranks), max(stages), sum(x * x for x in stages)
+
 
 _ORDERS_WITH_POLICIES = 24
 _REPARTITIONED_OPTIONS, _SEARCHED_CONFIGURATIONS = 3, 2
@@ -55,7 +328,7 @@ _ROUNDING = 1e-9
 class LayerOption(Option):
     """A configuration with an order of work, simulated."""
 
-    configuration: Configuration
+    configuration: LayerConfiguration
     timeline: Timeline
     """The simulated order, with messages where these take time."""
     bound: Bound
@@ -96,7 +369,7 @@ class Rejected:
     """An order that was not simulated, with its peak memory and its lower bound in this configuration."""
 
     name: str
-    configuration: Configuration
+    configuration: LayerConfiguration
     memory: float
     bound: float
 
@@ -125,7 +398,7 @@ class LayerEvaluation(Evaluation[PlanRequest, LayerOption]):
         """Orders whose bounds show that they can neither win nor be on the frontier; they are not simulated."""
         self.missing: set[str] = set()
         """Optional parts of the search that are not installed."""
-        self._tried: list[tuple[Schedule, Configuration]] = []
+        self._tried: list[tuple[Schedule, LayerConfiguration]] = []
         self._limit = self.request.memory_limit or inf
 
     @property
@@ -134,11 +407,11 @@ class LayerEvaluation(Evaluation[PlanRequest, LayerOption]):
         return sorted(self._too_large, key=lambda each: each.memory)
 
     @cached_property
-    def _candidates(self) -> list[Configuration]:
+    def _candidates(self) -> list[LayerConfiguration]:
         return list(configurations(self.request))
 
     @cached_property
-    def configurations(self) -> list[tuple[Bound, Configuration]]:
+    def configurations(self) -> list[tuple[Bound, LayerConfiguration]]:
         """Every configuration that is evaluated, lowest bound first."""
         small = [each for each in self._candidates if not each.is_too_large_to_evaluate]
         bounded = [(each.bound(self.request), each) for each in small]
@@ -185,7 +458,7 @@ class LayerEvaluation(Evaluation[PlanRequest, LayerOption]):
 
     def evaluate_families(self) -> None:
         """Evaluate every family in every configuration that it can be built for."""
-        groups: dict[tuple[int | tuple[int, ...], int], list[Configuration]] = {}
+        groups: dict[tuple[int | tuple[int, ...], int], list[LayerConfiguration]] = {}
         for _, each in self.configurations:
             groups.setdefault((each.stages_per_rank, each.microbatches), []).append(each)
         for done, ((stages_per_rank, m), group) in enumerate(groups.items()):
@@ -195,7 +468,7 @@ class LayerEvaluation(Evaluation[PlanRequest, LayerOption]):
                 if own:
                     self._evaluate_schedule(schedule, own)
 
-    def _evaluate_schedule(self, schedule: Schedule, own: list[Configuration]) -> None:
+    def _evaluate_schedule(self, schedule: Schedule, own: list[LayerConfiguration]) -> None:
         """Evaluate a schedule in its configurations, with a smaller partition if the first does not fit."""
         live, is_split = live_activations(schedule.table), schedule.table.has(Kind.I)
         fitting = [each for each in own if max(each.peaks(live)) <= self._limit]
@@ -215,15 +488,15 @@ class LayerEvaluation(Evaluation[PlanRequest, LayerOption]):
         self._tried += [(schedule, each) for each in dict.fromkeys((*fitting, *own[:1]))]
 
     def _made_to_fit(
-        self, configuration: Configuration, live: Sequence[LiveActivations]
-    ) -> Configuration | None:
+        self, configuration: LayerConfiguration, live: Sequence[LiveActivations]
+    ) -> LayerConfiguration | None:
         """Return it with a partition that fits, if one is found; not if the mean rank exceeds the limit."""
         if configuration.stages_per_rank != 1 and fmean(configuration.peaks(live)) > self._limit:
             return None
         counts = partition_within_memory(self.request, configuration, live)
         if counts is None:
             return None
-        return configure(self.request, configuration.placement, counts, configuration.microbatches)
+        return replace(configuration, counts=counts)
 
     def _is_dominated(self, memory: float, bound: Bound) -> bool:
         """Whether an option needs no more memory and is no slower than the bound, even with jitter."""
@@ -234,22 +507,17 @@ class LayerEvaluation(Evaluation[PlanRequest, LayerOption]):
         )
 
     def _option(
-        self, name: str, configuration: Configuration, schedule: Schedule, found_by: str = ""
+        self, name: str, configuration: LayerConfiguration, schedule: Schedule, found_by: str = ""
     ) -> LayerOption:
-        objective = self.request.objective
-        timeline = simulate(schedule, configuration.costs, with_period=objective == "period")
+        timeline = self.request.timeline(schedule, configuration.costs)
         seconds = self.request.seconds_of(timeline)
         return LayerOption(
             *(name, configuration, schedule, max(timeline.peak_memory), seconds, seconds),
-            *(timeline.makespan, timeline.bubble(objective)),
+            *(timeline.makespan, timeline.bubble(self.request.objective)),
             timeline=timeline,
             bound=configuration.bound(self.request),
             found_by=found_by,
         )
-
-    def seconds_of(self, schedule: Schedule, option: LayerOption) -> float:
-        """Return the seconds of an order in the configuration of an option, without jitter."""
-        return simulated_seconds(self.request, schedule, option.configuration.costs)
 
     # --- memory policies ---------------------------------------------------------------------------
 
@@ -259,11 +527,11 @@ class LayerEvaluation(Evaluation[PlanRequest, LayerOption]):
         What a recomputed order holds follows from the order, so most are left out by their bounds. Copies have
         to be simulated.
         """
-        request, seen = self.request, set[tuple[str, Configuration]]()
+        request, seen = self.request, set[tuple[str, LayerConfiguration]]()
         if not (request.recompute or request.offload):
             return
 
-        def key(each: tuple[Schedule, Configuration]) -> tuple[float, int]:
+        def key(each: tuple[Schedule, LayerConfiguration]) -> tuple[float, int]:
             bound = each[1].bound(request, split=each[0].table.has(Kind.I))
             return bound.seconds, each[1].placement.num_stages
 
@@ -284,7 +552,7 @@ class LayerEvaluation(Evaluation[PlanRequest, LayerOption]):
                         seen.add((each.name, configuration))
                         self._evaluate_policy(each, configuration)
 
-    def _evaluate_policy(self, schedule: Schedule, configuration: Configuration) -> None:
+    def _evaluate_policy(self, schedule: Schedule, configuration: LayerConfiguration) -> None:
         table = schedule.table
         if not table.has(Kind.OFFLOAD):
             live = live_activations(table)
@@ -323,7 +591,7 @@ class LayerEvaluation(Evaluation[PlanRequest, LayerOption]):
             if self._can_win(self._search_bound(configuration)):
                 self._search(configuration, until - monotonic(), seed + 1)
 
-    def _search_bound(self, configuration: Configuration) -> float:
+    def _search_bound(self, configuration: LayerConfiguration) -> float:
         """Return a lower bound for searched orders, which have pairs only where these hide something."""
         return configuration.bound(self.request, paired=pairs_can_pay(configuration.costs)).seconds
 
@@ -357,30 +625,30 @@ class LayerEvaluation(Evaluation[PlanRequest, LayerOption]):
         self, option: LayerOption, counts: LayerCounts, live: Sequence[LiveActivations]
     ) -> LayerOption | None:
         """Return the order of an option with another partition, if that fits and is faster."""
-        own, seconds = option.configuration, option.seconds_without_jitter
-        configuration = configure(self.request, own.placement, counts, own.microbatches)
+        seconds = option.seconds_without_jitter
+        configuration = replace(option.configuration, counts=counts)
         if max(configuration.peaks(live)) > self._limit or configuration.bound(self.request).seconds >= seconds:
             return None
         self.report(f"moving layers of {option}")
         other = self._option(option.name, configuration, option.schedule, option.found_by)
         return other if other.seconds_without_jitter < seconds * (1 - _ROUNDING) else None
 
-    def _most_promising(self) -> list[Configuration]:
+    def _most_promising(self) -> list[LayerConfiguration]:
         """Return configurations that can win, by the mean of their bound and their best known order."""
         every = [*(option.configuration for option in self.options), *(each for _, each in self.configurations)]
         fitting = dict.fromkeys(each for each in every if each.most_fixed < self._limit)
         bound = {each: self._search_bound(each) for each in fitting}
-        best: dict[Configuration, float] = {}
+        best: dict[LayerConfiguration, float] = {}
         for option in self.options:
             known = best.get(option.configuration, inf)
             best[option.configuration] = min(option.seconds_without_jitter, known)
 
-        def promise(each: Configuration) -> tuple[float, int]:
+        def promise(each: LayerConfiguration) -> tuple[float, int]:
             return bound[each] + best.get(each, bound[each] * _ASSUMED_EXCESS), each.placement.num_stages
 
         return sorted((each for each in bound if self._can_win(bound[each])), key=promise)
 
-    def _search(self, configuration: Configuration, seconds: float, seed: int) -> None:
+    def _search(self, configuration: LayerConfiguration, seconds: float, seed: int) -> None:
         """Search an order; add it unless another of this configuration is as fast with as little memory."""
         try:
             result = self._searched(configuration, seconds, seed)
@@ -398,7 +666,7 @@ class LayerEvaluation(Evaluation[PlanRequest, LayerOption]):
         if result.interrupted:  # Ctrl-C ends the plan too
             raise KeyboardInterrupt
 
-    def _searched(self, configuration: Configuration, seconds: float, seed: int) -> SearchResult:
+    def _searched(self, configuration: LayerConfiguration, seconds: float, seed: int) -> SearchResult:
         request = self.request
         optimizer_step = 0.0 if request.objective == "period" else configuration.costs.optimizer_step
         more: dict[str, Any] = {}
@@ -441,11 +709,6 @@ class LayerEvaluation(Evaluation[PlanRequest, LayerOption]):
     def quantile(self, option: LayerOption) -> float:
         """Return the quantile of an option's seconds under jitter."""
         return quantile_seconds(self.request, option.schedule, option.configuration.costs)
-
-
-def simulated_seconds(request: PlanRequest, schedule: Schedule, costs: Costs) -> float:
-    """Return the objective of an order, optimizer step included, without jitter."""
-    return request.seconds_of(simulate(schedule, costs, with_period=request.objective == "period"))
 
 
 def quantile_seconds(request: PlanRequest, schedule: Schedule, costs: Costs) -> float:
