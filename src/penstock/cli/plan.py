@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,6 +30,7 @@ from penstock.cli.options import (
 )
 from penstock.cli.rendering import (
     empty_table,
+    print_json,
     print_table,
     report_console,
     require_folder,
@@ -231,9 +231,8 @@ def report(request: PlanRequest | JobRequest, output: PlanOutput) -> None:
     if output.folder is not None:
         written += made.write(output.folder)
     if output.as_json:
-        reasons = None if why is None else list(why.why)
-        what_ifs = None if why is None else [vars(each) for each in why.what_ifs]
-        typer.echo(json.dumps({**made.to_record(), "why": reasons, "what_ifs": what_ifs}, indent=2))
+        reasons = {"why": None, "what_ifs": None} if why is None else asdict(why)
+        print_json({**made.to_record(), **reasons})
     else:
         print_plan(made, why, output.top)
     say_written(*written, as_json=output.as_json)

@@ -30,10 +30,8 @@ from penstock.errors import CostsError, FormatError, Message
 from penstock.formats.files import COSTS, kind_of_file, read_keys, require_extension, write_text
 from penstock.ir.graph import StageGraph
 
-# The value of one cost: a number, or a tuple of numbers with one per stage, rank or edge.
-
-
 Cost: TypeAlias = float | tuple[float, ...]
+"""A number, or a tuple of numbers with one per stage, rank or edge."""
 
 
 def as_tuple(value: Cost) -> tuple[float, ...]:
@@ -184,25 +182,22 @@ class Costs:
 
     def check_lengths(self, graph: StageGraph, num_ranks: int) -> None:
         """Raise for lists that do not have one entry for each stage, edge or rank."""
+        counts = {"stage": graph.num_stages, "edge": len(graph.edges), "rank": num_ranks}
         for entry in _numeric(self):
-            if entry.metadata["per"] == "stage":
-                self.per_stage(entry.name, graph.num_stages)
-            elif entry.metadata["per"] == "edge":
-                self.per_edge(entry.name, len(graph.edges))
-            elif entry.metadata["per"] == "rank":
-                self.per_rank(entry.name, num_ranks)
+            if (per := entry.metadata["per"]) in counts:
+                self._spread(entry.name, counts[per], per)
 
     def per_stage(self, name: str, num_stages: int) -> list[float]:
         """One entry for each stage."""
-        return self._spread(name, num_stages, "stages")
+        return self._spread(name, num_stages, "stage")
 
     def per_edge(self, name: str, num_edges: int) -> list[float]:
         """One entry for each edge of the stage graph."""
-        return self._spread(name, num_edges, "edges")
+        return self._spread(name, num_edges, "edge")
 
     def per_rank(self, name: str, num_ranks: int) -> list[float]:
         """One entry for each rank."""
-        return self._spread(name, num_ranks, "ranks")
+        return self._spread(name, num_ranks, "rank")
 
     def _spread(self, name: str, count: int, what: str) -> list[float]:
         value = getattr(self, name)
@@ -211,7 +206,7 @@ class Costs:
         if len(value) != count:
             where = f"{self.source}: {_key_of(name)}" if self.source else name
             given = plural(len(value), "entry", "entries")
-            raise CostsError(f"{where}: {given}, but the schedule has {plural(count, what[:-1])}")
+            raise CostsError(f"{where}: {given}, but the schedule has {plural(count, what)}")
         return list(value)
 
     def full_backward(self, num_stages: int) -> list[float]:

@@ -16,17 +16,12 @@ import numpy as np
 
 from penstock.cost.costs import Costs
 from penstock.ir.encoding import Floats, Ints
-from penstock.ir.kinds import Kind, MemoryEffect, MemoryLine, Moment
+from penstock.ir.kinds import Kind, MemoryLine, Moment
 from penstock.ir.table import ActionTable
 
 
-def effect_bytes(costs: Costs, num_stages: int, effect: MemoryEffect) -> Floats:
-    """Per stage: bytes that an action with this effect takes (above 0) or frees."""
-    return _sum(costs, num_stages, effect.bytes)
-
-
-def _sum(costs: Costs, num_stages: int, factors: Mapping[str, int]) -> Floats:
-    """Per stage: the sum of these fields of `Costs`, each times its factor."""
+def effect_bytes(costs: Costs, num_stages: int, factors: Mapping[str, int]) -> Floats:
+    """Per stage: bytes taken (above 0) or freed, the sum of these fields of `Costs`, each times its factor."""
     found = np.zeros(num_stages)
     for name, factor in factors.items():
         if factor:
@@ -46,7 +41,7 @@ def held_bytes(costs: Costs, num_stages: int, policies: Collection[Kind] = ()) -
             is_before = changed is Kind.F or (changed is Kind.OFFLOAD and changed in policies)
             if effect.line is MemoryLine.ACTIVATIONS and is_before:
                 factors.update(effect.bytes)
-    return _sum(costs, num_stages, factors)
+    return effect_bytes(costs, num_stages, factors)
 
 
 def changed_bytes(table: ActionTable, costs: Costs, line: MemoryLine, moment: Moment) -> tuple[Ints, Floats]:
@@ -58,7 +53,7 @@ def changed_bytes(table: ActionTable, costs: Costs, line: MemoryLine, moment: Mo
         for effect in (each for each in kind.spec.memory if each.line is line and each.at is moment):
             if effect.of is None:
                 changing.add(kind)
-                own[kind.number] += effect_bytes(costs, stages, effect)
+                own[kind.number] += effect_bytes(costs, stages, effect.bytes)
             else:
                 of_others.append((kind, effect))
     parts = np.flatnonzero(table.of_kind(*changing))
@@ -71,7 +66,7 @@ def changed_bytes(table: ActionTable, costs: Costs, line: MemoryLine, moment: Mo
         makers = np.flatnonzero(table.of_kind(kind))
         changed = table.at(Kind(str(effect.of)))[table.stage[makers], table.microbatch[makers]]
         makers, changed = makers[changed >= 0], changed[changed >= 0]
-        whole[changed] += effect_bytes(costs, stages, effect)[table.stage[makers]]
+        whole[changed] += effect_bytes(costs, stages, effect.bytes)[table.stage[makers]]
         is_changed[changed] = True
     parts = np.flatnonzero(is_changed)
     return parts, whole[parts]

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -72,12 +72,11 @@ def stage_bytes(costs: Costs, num_stages: int, line: MemoryLine) -> Floats:
     for kind in Kind:
         for effect in kind.spec.memory:
             if effect.line is line and effect.of is None:
-                found[kind.number] += effect_bytes(costs, num_stages, effect)
+                found[kind.number] += effect_bytes(costs, num_stages, effect.bytes)
     return found
 
 
-@dataclass(frozen=True, eq=False)
-class ActivationBytes:
+class ActivationBytes(NamedTuple):
     """Per stage: bytes of one microbatch's activation, and what remains of it after the input gradient."""
 
     full: Floats
@@ -113,8 +112,7 @@ class Memory:
         return float(self.total.max(initial=self.fixed))
 
 
-@dataclass(frozen=True, eq=False)
-class _Changes:
+class _Changes(NamedTuple):
     """Bytes taken or freed: when, in which slot, of which line."""
 
     time: Floats
@@ -134,9 +132,8 @@ def memory_over_time(
 ) -> list[Memory]:
     """Per rank: its memory, given when each slot starts and ends."""
     # messages first: where F starts, its input stops being a receive buffer and becomes part of the activation
-    changes = _joined(
-        _message_changes(table, messages, costs, start, end) + _stage_changes(table, costs, start, end)
-    )
+    every = _message_changes(table, messages, costs, start, end) + _stage_changes(table, costs, start, end)
+    changes = _Changes(*map(np.concatenate, zip(*every)))
     order, bounds = _in_time(table, changes)
     lines = np.bincount(changes.line, minlength=len(_LINES)) > 0
     found = []
@@ -208,12 +205,7 @@ def _changes(time: Floats, slot: Ints, line: MemoryLine, change: Floats, late: B
     return _Changes(time, slot, np.full(len(slot), _LINES.index(line), dtype=np.int8), change, late)
 
 
-def _joined(changes: Sequence[_Changes]) -> _Changes:
-    names = ("time", "slot", "line", "change", "late")
-    return _Changes(*(np.concatenate([getattr(each, name) for each in changes]) for name in names))
-
-
-# Live activations: how many a rank holds at every moment of its order, and the peak for any costs.
+# --- live activations ------------------------------------------------------------------------------
 #
 # What a rank holds depends on its own order alone, so counts are found once, and the peak follows for any costs
 # and any partition into stages, without a clock. Copies to the host end when a clock says so: schedules with
@@ -270,7 +262,8 @@ def live_activations(table: ActionTable) -> list[LiveActivations]:
     """One for each rank of a compute schedule."""
     table.require_handled(_HANDLED, "cost.live_activations")
     names = _COSTS if table.has(Kind.RECOMPUTE) else _COSTS[:2]
-    takes = _takes_at_start()[table.kind]
+    at_start = [any(effect.at is Moment.START for effect in _effects(kind)) for kind in Kind]
+    takes = np.array(at_start)[table.kind]
     changes = _count_changes(table, names)
     found = []
     for rank, stages in enumerate(table.placement.stages_of_rank):
@@ -303,8 +296,3 @@ def _effects(kind: Kind) -> list[MemoryEffect]:
     """Its effects on activations, but for those on copies to the host."""
     own = (effect for effect in kind.spec.memory if effect.line is MemoryLine.ACTIVATIONS)
     return [effect for effect in own if effect.of is None or Kind(effect.of) in _HANDLED]
-
-
-def _takes_at_start() -> Bools:
-    """Per kind: whether it changes the activations held at its start."""
-    return np.array([any(effect.at is Moment.START for effect in _effects(kind)) for kind in Kind])

@@ -19,7 +19,7 @@ last layer, neither stream slows the other down, and the W of a layer waits for 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -146,8 +146,7 @@ def exposed_all_to_all(table: ActionTable, costs: Costs) -> Floats:
     return step_seconds(table, costs) - step_seconds(table, replace(costs, **nothing))
 
 
-@dataclass(frozen=True)
-class EdgePrices:
+class EdgePrices(NamedTuple):
     """Per edge of the stage graph, for one direction: what a message between two ranks takes."""
 
     bytes: Floats
@@ -173,19 +172,22 @@ def edge_prices(costs: Costs, graph: StageGraph, value: str) -> EdgePrices:
     return EdgePrices(size, size / np.array(costs.per_edge("bandwidth", count)), latency)
 
 
+def _message_prices(messages: Messages, costs: Costs) -> EdgePrices:
+    """Per message: what it takes on its edge, in its direction."""
+    forward, backward = (edge_prices(costs, messages.table.graph, value) for value in VALUES)
+    edge, is_gradient = messages.edge, messages.is_gradient
+    return EdgePrices(*(np.where(is_gradient, b[edge], f[edge]) for f, b in zip(forward, backward)))
+
+
 def message_seconds(messages: Messages, costs: Costs) -> tuple[Floats, Floats]:
     """Per message: seconds that it occupies its channel, and its latency."""
-    by_value = [edge_prices(costs, messages.table.graph, value) for value in VALUES]
-    forward, backward = by_value
-    edge, is_gradient = messages.edge, messages.is_gradient
-    transfer = np.where(is_gradient, backward.transfer[edge], forward.transfer[edge])
-    return transfer, np.where(is_gradient, backward.latency[edge], forward.latency[edge])
+    prices = _message_prices(messages, costs)
+    return prices.transfer, prices.latency
 
 
 def message_bytes(messages: Messages, costs: Costs) -> Floats:
     """Per message: its bytes."""
-    sizes = [edge_prices(costs, messages.table.graph, value).bytes[messages.edge] for value in VALUES]
-    return np.where(messages.is_gradient, sizes[1], sizes[0])
+    return _message_prices(messages, costs).bytes
 
 
 def collectives_take_time(costs: Costs) -> bool:

@@ -19,7 +19,7 @@ import numpy as np
 from penstock.arguments import number_ranges, printable, whole_number
 from penstock.cost.costs import Costs
 from penstock.cost.units import Units
-from penstock.errors import Message, Parameter
+from penstock.errors import Message, Parameter, SearchError
 from penstock.families import build
 from penstock.ir.kinds import Kind
 from penstock.ir.placement import Placement
@@ -282,6 +282,31 @@ class Evaluation(ABC, Generic[R, O]):
         configuration = option.configuration
         timeline = self.request.timeline(configuration.as_run(schedule), configuration.costs)
         return self.request.seconds_of(timeline)
+
+    def searched(
+        self, configuration: Configuration, *, memory_limit: float | None, seed: int, **more: object
+    ) -> SearchResult | None:
+        """Search an order for a configuration; return None if none fits. `more` are options of `search`."""
+        costs = configuration.costs
+        rest = 0.0 if self.request.objective == "period" else costs.optimizer_step
+
+        def on_progress(now: Progress) -> None:
+            self.report(f"searching {configuration}", now.fraction, now.best + rest)
+
+        try:
+            return self.searcher(
+                ranks=configuration.placement.num_ranks,
+                microbatches=configuration.microbatches,
+                costs=costs,
+                placement=configuration.placement,
+                stages_per_rank=configuration.stages_per_rank,
+                memory_limit=memory_limit,
+                seed=seed,
+                on_progress=on_progress,
+                **more,
+            )
+        except SearchError:
+            return None
 
     def offered(self) -> Iterable[O]:
         """Return the options that a plan offers."""

@@ -24,7 +24,6 @@ from penstock.planning.layers import (
     quantile_seconds,
     training_schedules,
 )
-from penstock.planning.model import Model
 from penstock.planning.partition import even_partition
 from penstock.planning.planner import JobPlan, LayerPlan, plan
 from penstock.search import OnProgress
@@ -68,6 +67,10 @@ def explain(made: LayerPlan | JobPlan, on_progress: OnProgress | None = None) ->
 
 def _longer(other: Option, best: Option) -> float:
     return other.seconds / best.seconds - 1 if best.seconds else 0.0
+
+
+def _what_if(change: str, seconds: float, best: float, name: object) -> WhatIf:
+    return WhatIf(change, seconds, 1 - seconds / best if best else 0.0, str(name))
 
 
 # --- layers: why it wins ---------------------------------------------------------------------------
@@ -126,10 +129,6 @@ def _memory_of_layers(made: LayerPlan) -> Iterator[str]:
 
 def _layer_what_ifs(made: LayerPlan, on_progress: OnProgress | None) -> Iterator[WhatIf]:
     request, best, configuration = made.request, made.best, made.best.configuration
-
-    def what_if(change: str, seconds: float, name: str) -> WhatIf:
-        return WhatIf(change, seconds, 1 - seconds / best.seconds if best.seconds else 0.0, name)
-
     for change, changed in _changes(made):
         try:
             again = plan(changed, on_progress=on_progress, searcher=made.evaluation.searcher)
@@ -138,13 +137,14 @@ def _layer_what_ifs(made: LayerPlan, on_progress: OnProgress | None) -> Iterator
         costs = changed.model.costs(configuration.counts, configuration.samples)
         kept = changed.stages_per_rank == request.stages_per_rank
         unchanged = _seconds(changed, best.schedule, costs) if kept else inf
-        name = str(again.best) if again.best.seconds < unchanged else str(best)
-        yield what_if(change, min(again.best.seconds, unchanged), name)
+        chosen = again.best if again.best.seconds < unchanged else best
+        yield _what_if(change, min(again.best.seconds, unchanged), best.seconds, chosen)
         if again.interrupted:
             return
     balanced = _balanced(configuration.costs, configuration.placement.num_stages)
     if balanced != configuration.costs:
-        yield what_if("perfectly balanced stages", *_best_at(made, balanced))
+        seconds, name = _best_at(made, balanced)
+        yield _what_if("perfectly balanced stages", seconds, best.seconds, name)
 
 
 def _changes(made: LayerPlan) -> Iterator[tuple[str, PlanRequest]]:
@@ -166,20 +166,14 @@ def _changes(made: LayerPlan) -> Iterator[tuple[str, PlanRequest]]:
     if common.launch_overhead:
         yield "half the launch overhead", with_common(launch_overhead=common.launch_overhead / 2)
     if any(getattr(layer.costs, name) for layer in model.layers for name in ALL_TO_ALL):
-        yield "half the all-to-all", replace(shorter, model=_with_half_the_all_to_all(model))
+        halves = [{name: getattr(each.costs, name) / 2 for name in ALL_TO_ALL} for each in model.layers]
+        layers = [replace(each, costs=replace(each.costs, **half)) for each, half in zip(model.layers, halves)]
+        yield "half the all-to-all", replace(shorter, model=replace(model, layers=tuple(layers)))
     if request.stages_per_rank is None and request.ranks > 1 and isinstance(stages_per_rank, int):
         for other in (stages_per_rank - 1, stages_per_rank + 1):
             if other >= 1 and request.ranks * other <= len(model.layers):
                 name = f"{plural(other, 'stage')} per rank instead of {stages_per_rank}"
                 yield name, replace(shorter, stages_per_rank=other)
-
-
-def _with_half_the_all_to_all(model: Model) -> Model:
-    layers = []
-    for layer in model.layers:
-        half: dict[str, Any] = {name: getattr(layer.costs, name) / 2 for name in ALL_TO_ALL}
-        layers.append(replace(layer, costs=replace(layer.costs, **half)))
-    return replace(model, layers=tuple(layers))
 
 
 def _best_at(made: LayerPlan, costs: Costs) -> tuple[float, str]:
@@ -277,15 +271,12 @@ def _main_difference(best: JobOption, other: JobOption) -> str:
 def _job_what_ifs(made: JobPlan, on_progress: OnProgress | None) -> Iterator[WhatIf]:
     """Compare changes without jitter and without searched orders."""
     request, best = made.request, made.best
-
-    def what_if(change: str, option: JobOption, seconds: float) -> WhatIf:
-        return WhatIf(change, seconds, 1 - seconds / best.seconds_without_jitter, str(option))
-
+    before = best.seconds_without_jitter
     for change, device in _faster_devices(request.device).items():
         found = estimate(request.config, best.layout.parallel_config(request), device)
         configuration = replace(best.configuration, stages=EstimatedStages(found))
         option = exact(replace(best, configuration=configuration))
-        yield what_if(change, option, option.seconds)
+        yield _what_if(change, option.seconds, before, option)
     shorter = replace(request, jitter=None, search=False, budget=_SHARE_OF_BUDGET * request.budget)
     memory, batch = _MORE_MEMORY * request.memory_limit, 2 * request.batch
     for change, changed in {
@@ -297,8 +288,8 @@ def _job_what_ifs(made: JobPlan, on_progress: OnProgress | None) -> Iterator[Wha
         except PlanError:
             continue
         samples = request.batch / changed.batch
-        if again.seconds < best.seconds_without_jitter or samples != 1:
-            yield what_if(change, again, again.seconds * samples)
+        if again.seconds < before or samples != 1:
+            yield _what_if(change, again.seconds * samples, before, again)
 
 
 def _faster_devices(device: Device) -> dict[str, Device]:

@@ -36,7 +36,7 @@ from penstock.cost.estimate.parallel_config import ParallelConfig, size_problems
 from penstock.cost.memory import LiveActivations, live_activations
 from penstock.cost.prices import edge_prices
 from penstock.cost.units import Units, bytes_text, seconds_text
-from penstock.errors import BuildError, EstimateError, Message, Parameter, PlanError, SearchError
+from penstock.errors import BuildError, EstimateError, Message, Parameter, PlanError
 from penstock.families import build, families
 from penstock.families.registry import offloading_schedules
 from penstock.ir.encoding import Floats, Ints
@@ -56,7 +56,6 @@ from penstock.planning.evaluation import (
 )
 from penstock.planning.layout import PipelineLayout, layout_of_kinds
 from penstock.planning.partition import LayerCounts, move_layer
-from penstock.search import Progress
 from penstock.search.passes import FitMemory
 from penstock.simulation.jitter import Spread, simulate_with_jitter
 from penstock.simulation.simulator import Simulator, simulate
@@ -402,6 +401,8 @@ class EstimatedStages:
         self._compute, self._exchanged = table[0:2], table[2:4]
         """Seconds of the forward and the whole backward, per layer."""
         self._state, self._activation, self._working, self._freed = table[4:8]
+        self.state = float(self._state.sum())
+        """Bytes of weights, gradients and optimizer state of all layers."""
         self._counts: dict[int, LayerCounts] = {}
 
     @cached_property
@@ -426,7 +427,7 @@ class EstimatedStages:
         """
         counts = self.counts(ranks * shape.stages_per_rank)
         best = self.rank_bounds(counts, shape, ranks, microbatches)
-        own = _own_stages(ranks, shape.stages_per_rank, is_v=shape.is_v)
+        own = _own_stages(shape, ranks)
         for _ in range(_MOVES if shape.stages_per_rank > 1 else 0):
             if best.max() < best.mean() * _BALANCED:
                 break
@@ -477,20 +478,16 @@ class EstimatedStages:
         ends_early = shape.split or shape.paired
         after = np.zeros_like(backward) if ends_early else np.cumsum(backward) - backward
         work = np.array((compute.sum(axis=0), exchanged.sum(axis=0)))
-        own = _own_stages(ranks, shape.stages_per_rank, is_v=shape.is_v)
+        own = _own_stages(shape, ranks)
         streams = work[:, own].sum(axis=2)
         busy = streams.max(axis=0) if shape.paired else streams.sum(axis=0)
         bounds: Floats = before[own].min(axis=1) + microbatches * busy + after[own].min(axis=1)
         return bounds
 
-    def mean_state(self, ranks: int) -> float:
-        """Bytes of weights, gradients and optimizer state of the mean rank: no partition needs less."""
-        return float(self._state.sum()) / ranks
-
     def least_memory(self, counts: LayerCounts, shape: FamilyShape, ranks: int) -> float:
         """Lower bound on the memory of a rank: its state, and one activation of one of its stages."""
         state, activation, working = self._stage_bytes(counts)
-        own = _own_stages(ranks, shape.stages_per_rank, is_v=shape.is_v)
+        own = _own_stages(shape, ranks)
         held: Floats = state[own].sum(axis=1) + (activation + working)[own].max(axis=1)
         return float(held.max())
 
@@ -529,14 +526,14 @@ def _key(bounds: Floats) -> tuple[float, float]:
 
 
 @cache
-def _placement(ranks: int, stages_per_rank: int, *, is_v: bool) -> Placement:
-    return Placement.v(ranks, stages_per_rank) if is_v else Placement.loop(ranks, stages_per_rank)
+def _placement(shape: FamilyShape, ranks: int) -> Placement:
+    return (Placement.v if shape.is_v else Placement.loop)(ranks, shape.stages_per_rank)
 
 
 @cache
-def _own_stages(ranks: int, stages_per_rank: int, *, is_v: bool) -> Ints:
+def _own_stages(shape: FamilyShape, ranks: int) -> Ints:
     """The stages of each rank."""
-    return np.array(_placement(ranks, stages_per_rank, is_v=is_v).stages_of_rank)
+    return np.array(_placement(shape, ranks).stages_of_rank)
 
 
 def _row(found: Estimate, kind: str) -> list[float]:
@@ -582,6 +579,9 @@ class JobConfiguration(Configuration):
     def costs(self) -> Costs:
         """Costs of the stages."""
         return stage_costs(self.stages.estimate, self.placement, self.counts)
+
+    def __str__(self) -> str:
+        return str(self.layout)
 
     @property
     def working(self) -> Floats:
@@ -760,7 +760,7 @@ class JobEvaluation(Evaluation[JobRequest, JobOption]):
         for layout in job_layouts(self.request):
             self.counts["layouts"] += 1
             stages = EstimatedStages(self._estimator(layout.parallel_config(self.request)))
-            if stages.mean_state(layout.pipeline) > self.request.memory_limit:
+            if stages.state / layout.pipeline > self.request.memory_limit:  # of the mean rank
                 self._count_too_large(layout)
             else:
                 hides = layout.expert > 1 and layout.pipeline > 1
@@ -778,7 +778,7 @@ class JobEvaluation(Evaluation[JobRequest, JobOption]):
             if stages.least_memory(counts, shape, layout.pipeline) > self.request.memory_limit:
                 self._count_too_large(layout)
             else:
-                placement = _placement(layout.pipeline, shape.stages_per_rank, is_v=shape.is_v)
+                placement = _placement(shape, layout.pipeline)
                 yield JobConfiguration(placement, counts, layout.microbatches, layout, shape, stages, bound)
 
     # --- families ------------------------------------------------------------------------------------
@@ -913,24 +913,14 @@ class JobEvaluation(Evaluation[JobRequest, JobOption]):
                 self._search(option)
 
     def _search(self, option: JobOption) -> None:
-        configuration, layout = option.configuration, option.layout
-
-        def on_progress(now: Progress) -> None:
-            self.report(f"searching {layout}", now.fraction, now.best + configuration.costs.optimizer_step)
-
-        try:
-            result = self.searcher(
-                ranks=layout.pipeline,
-                microbatches=layout.microbatches,
-                costs=replace(configuration.costs, optimizer_step=0.0),
-                placement=configuration.placement,
-                stages_per_rank=configuration.stages_per_rank,
-                memory_limit=self._limit(configuration),
-                moves=int(_SEARCH_MOVES * self.request.budget / (3 * configuration.work)),
-                seed=self.request.seed,
-                on_progress=on_progress,
-            )
-        except SearchError:  # no order fits without a memory policy
+        configuration = option.configuration
+        result = self.searched(
+            configuration,
+            memory_limit=self._limit(configuration),
+            moves=int(_SEARCH_MOVES * self.request.budget / (3 * configuration.work)),
+            seed=self.request.seed,
+        )
+        if result is None:  # no order fits without a memory policy
             return
         self._add(option, result.schedule, "searched")
         if result.interrupted:

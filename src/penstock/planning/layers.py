@@ -23,7 +23,7 @@ from penstock.cost.estimate.parallel_config import size_problems
 from penstock.cost.memory import LayerBytes, LiveActivations, fixed_bytes_of, live_activations
 from penstock.cost.prices import pairs_can_pay
 from penstock.cost.units import Units
-from penstock.errors import Message, Parameter, PlanError, SearchError
+from penstock.errors import Message, Parameter, PlanError
 from penstock.families import build, families
 from penstock.families.registry import offloading_schedules
 from penstock.ir.kinds import Kind
@@ -47,7 +47,6 @@ from penstock.planning.partition import (
     improve_partition,
     move_layer,
 )
-from penstock.search import Progress, SearchResult
 from penstock.search.passes import simple_policies
 from penstock.search.request import jitter_needs_makespan
 from penstock.simulation.jitter import simulate_with_jitter
@@ -650,9 +649,20 @@ class LayerEvaluation(Evaluation[PlanRequest, LayerOption]):
 
     def _search(self, configuration: LayerConfiguration, seconds: float, seed: int) -> None:
         """Search an order; add it unless another of this configuration is as fast with as little memory."""
-        try:
-            result = self._searched(configuration, seconds, seed)
-        except SearchError:  # no order fits this configuration: its families are too large
+        request, more = self.request, dict[str, Any]()
+        if request.jitter is not None:
+            more = {"jitter": request.jitter, "quantile": request.quantile}
+        if request.memory_limit is not None and (request.recompute or request.offload):
+            more |= {"recompute": request.recompute, "offload": request.offload}
+        result = self.searched(
+            configuration,
+            memory_limit=request.memory_limit,
+            objective=request.objective,
+            seconds=max(seconds, 0.1),
+            seed=seed,
+            **more,
+        )
+        if result is None:  # its families are too large
             return
         self.missing |= set(result.missing)
         found = self._option("searched", configuration, result.schedule, result.found_by)
@@ -665,32 +675,6 @@ class LayerEvaluation(Evaluation[PlanRequest, LayerOption]):
             self.options.append(found)
         if result.interrupted:  # Ctrl-C ends the plan too
             raise KeyboardInterrupt
-
-    def _searched(self, configuration: LayerConfiguration, seconds: float, seed: int) -> SearchResult:
-        request = self.request
-        optimizer_step = 0.0 if request.objective == "period" else configuration.costs.optimizer_step
-        more: dict[str, Any] = {}
-        if request.jitter is not None:
-            more = {"jitter": request.jitter, "quantile": request.quantile}
-        if request.memory_limit is not None and (request.recompute or request.offload):
-            more |= {"recompute": request.recompute, "offload": request.offload}
-
-        def on_progress(now: Progress) -> None:
-            self.report(f"searching {configuration}", now.fraction, now.best + optimizer_step)
-
-        return self.searcher(
-            ranks=request.ranks,
-            microbatches=configuration.microbatches,
-            costs=configuration.costs,
-            placement=configuration.placement,
-            stages_per_rank=configuration.stages_per_rank,
-            memory_limit=request.memory_limit,
-            objective=request.objective,
-            seconds=max(seconds, 0.1),
-            seed=seed,
-            on_progress=on_progress,
-            **more,
-        )
 
     # --- jitter ------------------------------------------------------------------------------------
 

@@ -1,4 +1,8 @@
-"""Pipeline layouts: which layers belong to which stage, and Megatron's text notation of them."""
+"""Pipeline layouts: which layers belong to which stage, in the text notation of Megatron.
+
+`str(layout)` writes what `parse_layout` reads, Megatron's `--pipeline-model-parallel-layout`. A layout needs no
+model: the number of layers is enough.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,6 @@ from itertools import accumulate, groupby, zip_longest
 
 from penstock.arguments import plural, printable, whole_number
 from penstock.errors import PartitionError
-
-# Pipeline layouts: which layers of a model belong to which stage.
-#
-# `penstock.planning.layout` has the notation, which is that of Megatron's
-# `--pipeline-model-parallel-layout`: `str(layout)` writes it, `parse_layout` reads it. A layout needs no model:
-# the number of layers is enough.
-
 
 MAX_LAYERS = 100_000
 """The largest number of layers, stages or characters of a layout."""
@@ -117,7 +114,7 @@ def layout_of_kinds(kinds: Sequence[str], counts: Sequence[int]) -> PipelineLayo
     return layout_of_counts(*([stage.count(kind) for stage in stages] for kind in ("layer", "mtp")))
 
 
-# The text notation of pipeline layouts, as in Megatron's `--pipeline-model-parallel-layout`.
+# The text notation.
 #
 #     Et*3|(tt|)*2,t|L
 #
@@ -220,9 +217,8 @@ def _repeat(letters: _Letters, start: int | None, digits: str) -> str | None:
         return "nothing to repeat: * follows a letter or a closing parenthesis"
     if not digits:
         return "a number must follow *, as in t*3"
-    if len(digits) > len(str(MAX_LAYERS)):
-        return f"this repetition expands to more than {MAX_LAYERS} letters"
-    if len(letters) + (len(letters) - start) * (int(digits) - 1) > MAX_LAYERS:
+    is_long = len(digits) > len(str(MAX_LAYERS))  # int() refuses thousands of digits
+    if is_long or len(letters) + (len(letters) - start) * (int(digits) - 1) > MAX_LAYERS:
         return f"this repetition expands to more than {MAX_LAYERS} letters"
     if int(digits) == 0:
         return "cannot repeat 0 times: remove it"
@@ -266,12 +262,12 @@ def _check_ends(letters: _Letters) -> list[_Problem]:
 
 def _check_end_stages(letters: _Letters) -> list[_Problem]:
     """Check that the first and the last stage have a part: the embedding and the head."""
-    problems = []
-    for index, name, part in ((0, "first", "the embedding (E)"), (-1, "last", "the head (L)")):
-        if letters and letters[index][0] == "|":
-            message = f"the {name} stage is empty, but it has {part}: remove this |"
-            problems.append(_Problem(letters[index][1], message))
-    return problems
+    ends = ((0, "first", "the embedding (E)"), (-1, "last", "the head (L)"))
+    return [
+        _Problem(letters[index][1], f"the {name} stage is empty, but it has {part}: remove this |")
+        for index, name, part in ends
+        if letters and letters[index][0] == "|"
+    ]
 
 
 def _check_prediction(letters: _Letters) -> list[_Problem]:

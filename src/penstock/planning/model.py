@@ -1,11 +1,17 @@
-"""A model to plan: a chain of layers with their costs, links, devices and batch, also from a file."""
+"""A model to plan: a chain of layers with their costs, links, devices and batch, also from a file.
+
+The costs of a microbatch are those of a sample times its samples, except those that do not depend on the
+batch: parameters, gradients, optimizer state, collectives, and the launch overhead of each step. The
+checkpoint of a stage, for which it is recomputed as a whole, is the input of its first layer: the message
+into it, or more if the layer says so.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from os import PathLike
 from typing import Any
 
@@ -17,14 +23,6 @@ from penstock.errors import FormatError, PlanError
 from penstock.formats.files import read_keys
 from penstock.ir.kinds import Kind
 from penstock.planning.layout import PipelineLayout, layout_of_kinds
-
-# A model to plan: a chain of layers with their costs, the links, the devices and the batch.
-#
-# The costs of a microbatch are those of a sample times its samples, except those that do not depend on the
-# batch: parameters, gradients, optimizer state, collectives, and the launch overhead of each step. The
-# checkpoint of a stage, for which it is recomputed as a whole, is the input of its first layer: the message
-# into it, or more if the layer says so.
-
 
 MAX_LAYERS = 1000
 """Few enough for dynamic programming over all partitions."""
@@ -81,11 +79,7 @@ class Model:
 
     def costs(self, counts: Sequence[int], samples: float) -> Costs:
         """The costs of stages with these numbers of layers, for microbatches of `samples` samples."""
-        parts: list[tuple[Layer, ...]] = []
-        first = 0
-        for count in counts:
-            parts.append(self.layers[first : first + count])
-            first += count
+        parts = [self.layers[end - count : end] for count, end in zip(counts, accumulate(counts))]
         found: dict[str, Any] = {}
         for name in STAGE_COSTS:
             factor = samples if name in _SAMPLE_COSTS else 1
@@ -196,12 +190,11 @@ def errors_in_layers(layers: Sequence[Layer]) -> Iterator[str]:
 #                                           [batch]
 #                                           samples = 64
 #
-# The costs of a layer have the keys of `penstock.cost.costs` and are those of ONE sample, except those that do
-# not depend on the batch (parameters, gradients, optimizer state, collectives). A message is the output of a
-# layer; its gradient has the same size unless `gradient_message_bytes` is given. A layer whose backward was
-# measured as a whole has `backward_seconds` only: I and W are then half of it each. `kind` is `embedding` for
-# the first layer, `head` for the last one and `mtp` for multi-token prediction layers before it, if the model
-# has them; it is used for layouts only.
+# The costs of a layer have the keys of `penstock.cost.costs` and are those of ONE sample. A message is the
+# output of a layer; its gradient has the same size unless `gradient_message_bytes` is given. A layer whose
+# backward was measured as a whole has `backward_seconds` only: I and W are then half of it each. `kind` is
+# `embedding` for the first layer, `head` for the last one and `mtp` for multi-token prediction layers before
+# it, if the model has them; it is used for layouts only.
 #
 # A file without layers is read as costs of stages, as a profile writes them: each stage is a layer, and a
 # sample is one measured microbatch.
@@ -233,11 +226,12 @@ def model_of_keys(document: object, source: str = "<model>") -> Model:
             raise FormatError(source, [f"it has no [[layers]], and {error}"]) from None
     errors: list[str] = []
     tables = {name: _table(document, name, keys, errors) for name, keys in _TABLES.items()}
-    known = ["layers", "name", *_TABLES, *(UNITS[name] for name in STEP_COSTS)]
+    step = [UNITS[name] for name in STEP_COSTS]
+    known = ["layers", "name", *_TABLES, *step]
     errors += [f"{_shown(k)}: unknown key; the keys are {', '.join(known)}" for k in document if k not in known]
-    step = {UNITS[name] for name in STEP_COSTS}
-    host = {key: value for key, value in tables["devices"].items() if key in _TABLES["devices"][2:]}
-    shared = tables["links"] | host | {key: value for key, value in document.items() if key in step}
+    costs_of_links = [UNITS[name] for name in (*LINK_COSTS, *HOST_COSTS)]
+    given = tables["links"] | tables["devices"] | document
+    shared = {key: value for key, value in given.items() if key in (*costs_of_links, *step)}
     common = _costs(shared, "", errors) or Costs()
     layers = _layers(document["layers"], errors)
     ranks, samples = (

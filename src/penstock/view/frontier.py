@@ -31,7 +31,7 @@ from penstock.view.marks import (
 )
 from penstock.view.svg import svg_of
 
-# Plots the options of a plan by memory and time; Pareto-optimal ones have their number in the ranking.
+# Pareto-optimal options have their number in the ranking.
 #
 # time, s
 #  13.27 │1                  ·
@@ -50,8 +50,8 @@ _ROWS = 11
 
 def frontier_text(plan: AnyPlan, width: int = 80) -> Text:
     """A plot `width` characters wide; numbers are places in the ranking, dots are dominated options."""
-    low, high = _range([option.seconds for option in plan.options])
-    left, right = _range([option.memory for option in plan.options])
+    seconds, memory = ([getattr(option, name) for option in plan.options] for name in ("seconds", "memory"))
+    low, high, left, right = min(seconds), max(seconds), min(memory), max(memory)
     scale = plan.units.time_scale(high)
     labels = [scale.number(high - row * (high - low) / (_ROWS - 1)) for row in range(_ROWS)]
     title = f"time, {scale.name}"
@@ -86,10 +86,6 @@ def _put(row: list[str], start: int, sign: str) -> None:
     for each in touched if sign != "·" else ():
         row[each.start() : each.end()] = "·".ljust(each.end() - each.start())
     row[start:end] = sign
-
-
-def _range(values: list[float]) -> tuple[float, float]:
-    return min(values), max(values)
 
 
 # --- picture ---------------------------------------------------------------------------------------
@@ -139,10 +135,9 @@ class _Plot:
     def __init__(self, plan: AnyPlan) -> None:
         self.plan, limit = plan, plan.request.memory_limit
         memory = [option.memory for option in plan.options]
-        near = [limit] if limit is not None and limit < 1.25 * max(memory) else []
-        self.limit = near[0] if near else None
-        self.left, self.right = _widened(*_range([*memory, *near]))
-        self.low, self.high = _widened(*_range([plan.bound, *(option.seconds for option in plan.options)]))
+        self.limit = limit if limit is not None and limit < 1.25 * max(memory) else None
+        self.left, self.right = _widened([*memory, *([] if self.limit is None else [self.limit])])
+        self.low, self.high = _widened([plan.bound, *(option.seconds for option in plan.options)])
 
     def x(self, memory: float) -> float:
         return _LEFT + (memory - self.left) / (self.right - self.left) * (_RIGHT - _LEFT)
@@ -171,9 +166,7 @@ class _Plot:
 
     def staircase(self) -> Iterator[Mark]:
         """The Pareto frontier as a staircase."""
-        front = self.plan.frontier
-        for fast, small in pairwise(front):
-            (x, y), (to_x, to_y) = self.at(fast), self.at(small)
+        for (x, y), (to_x, to_y) in pairwise(map(self.at, self.plan.frontier)):
             yield Line("staircase", x, y, x, to_y)
             yield Line("staircase", x, to_y, to_x, to_y)
 
@@ -205,19 +198,23 @@ class _Plot:
         return round(self.x(option.memory), 2), round(self.y(option.seconds), 2)
 
 
+def _facts(plan: AnyPlan, place: int, option: Option) -> str:
+    return f"{place}  {option}: {plan.units.time(option.seconds, 4)}, {plan.units.memory(option.memory)}"
+
+
 def _names(plan: AnyPlan) -> Iterator[Label]:
     """The options behind the numbers."""
     for line, option in enumerate(plan.frontier[:_MAX_NAMES]):
-        place = plan.options.index(option) + 1
-        facts = f"{place}  {option}: {plan.units.time(option.seconds, 4)}, {plan.units.memory(option.memory)}"
+        facts = _facts(plan, plan.options.index(option) + 1, option)
         yield Label("key", _RIGHT + 16, _TOP + 8 + 17 * line, facts)
     if len(plan.frontier) > _MAX_NAMES:
         rest = f"and {len(plan.frontier) - _MAX_NAMES} more"
         yield Label("note", _RIGHT + 16, _TOP + 8 + 17 * _MAX_NAMES, rest)
 
 
-def _widened(low: float, high: float) -> tuple[float, float]:
-    """The range with a margin, so that no point lies on an axis."""
+def _widened(values: list[float]) -> tuple[float, float]:
+    """Their range with a margin, so that no point lies on an axis."""
+    low, high = min(values), max(values)
     margin = (high - low) * 0.08 or abs(high) * 0.1 or 1.0
     return low - margin, high + margin
 
@@ -290,7 +287,7 @@ def frontier_html(plan: AnyPlan) -> str:
 def _links(plan: AnyPlan) -> Iterator[str]:
     """A place to hover and click for each point."""
     for place, (option, x, y) in enumerate(option_points(plan), 1):
-        facts = f"{place}  {option}: {plan.units.time(option.seconds, 4)}, {plan.units.memory(option.memory)}"
+        facts = _facts(plan, place, option)
         box = f'x="{x - 6:g}" y="{y - 6:g}" width="12" height="12"'
         yield f'<a href="#plan-{place}"><rect {box}><title>{_text(facts)}</title></rect></a>'
 
@@ -300,13 +297,8 @@ def _rows(plan: AnyPlan) -> Iterator[str]:
     for place, option in enumerate(plan.options, 1):
         slower = f"{option.seconds / best - 1:.1%}" if best else ""
         kind = ' class="frontier"' if option in plan.frontier else ""
-        cells = (
-            str(place),
-            str(option),
-            plan.units.time(option.seconds, 4),
-            slower,
-            plan.units.memory(option.memory),
-        )
+        time, memory = plan.units.time(option.seconds, 4), plan.units.memory(option.memory)
+        cells = (str(place), str(option), time, slower, memory)
         yield f'<tr id="plan-{place}"{kind}>' + "".join(f"<td>{_text(each)}</td>" for each in cells) + "</tr>"
 
 

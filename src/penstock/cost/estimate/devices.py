@@ -60,15 +60,10 @@ class Device:
         return self.peak_flops[precision]
 
 
-def devices() -> dict[str, Device]:
-    """Every known device by name."""
-    return dict(_known())
-
-
 @cache
-def _known() -> dict[str, Device]:
-    place = resources.files(__package__).joinpath("devices.toml")
-    with resources.as_file(place) as path:
+def devices() -> dict[str, Device]:
+    """Return every known device by name."""
+    with resources.as_file(resources.files(__package__).joinpath("devices.toml")) as path:
         document: Any = read_keys(path)
     return {name: _device(keys, name, "devices.toml") for name, keys in document.items()}
 
@@ -77,11 +72,11 @@ def device(name: str) -> Device:
     """A known device by its name in any case, or the one that a `.toml` or `.json` file describes."""
     if Path(name).suffix.lower() in (".toml", ".json"):
         return _device(read_keys(name), Path(name).stem, name)
-    found = _known().get(name.lower())
+    found = devices().get(name.lower())
     if found is None:
-        meant = did_you_mean(name, _known()) or ";"
+        meant = did_you_mean(name, devices()) or ";"
         raise EstimateError(
-            f"no device is called {printable(name)!r}{meant} known are {', '.join(_known())}, or a .toml file "
+            f"no device is called {printable(name)!r}{meant} known are {', '.join(devices())}, or a .toml file "
             "with the keys of one of these"
         )
     return found

@@ -229,10 +229,8 @@ class Estimator:
             self._timed[alike] = {
                 kind: (each, layer_seconds(each, self.device, parallel)) for kind, each in layers.items()
             }
-        return Estimate(
-            *(self.config, parallel, self.device),
-            {kind: _layer(*each, parallel, self.device) for kind, each in self._timed[alike].items()},
-        )
+        by_kind = {kind: _layer(*each, parallel, self.device) for kind, each in self._timed[alike].items()}
+        return Estimate(self.config, parallel, self.device, by_kind)
 
 
 def estimate(config: ModelConfig, parallel: ParallelConfig, device: Device) -> Estimate:

@@ -15,6 +15,10 @@ from penstock.cost.estimate.parallel_config import ParallelConfig
 def layer_operations(config: ModelConfig, parallel: ParallelConfig) -> dict[str, LayerOperations]:
     """Return each kind of layer that the model has, in the order of the model."""
     parallel.check(config)
+    return _by_kind(config, parallel)
+
+
+def _by_kind(config: ModelConfig, parallel: ParallelConfig) -> dict[str, LayerOperations]:
     layers = _Layers(config, parallel)
     return {kind: layers.layer(kind) for kind in dict.fromkeys(config.kinds)}
 
@@ -24,8 +28,7 @@ def parameters(config: ModelConfig, *, with_mtp: bool = False) -> float:
 
     The weights of a tied output layer are those of the embedding.
     """
-    layers = _Layers(config, ParallelConfig(sequence=1))
-    by_kind = {kind: layers.layer(kind) for kind in dict.fromkeys(config.kinds)}
+    by_kind = _by_kind(config, ParallelConfig(sequence=1))
     kinds = [kind for kind in config.kinds if with_mtp or kind != "mtp block"]
     tied = config.vocabulary * config.hidden if config.tied else 0
     return sum(by_kind[kind].weights(expert=each) for kind in kinds for each in (False, True)) - tied
@@ -47,8 +50,7 @@ def model_flops(config: ModelConfig, sequence: int) -> float:
     Three times the forward's matrix products, with the whole square of attention scores, as Megatron and PaLM
     count: 6·(weights in products) + 12·layers·heads·head size·sequence for multi-head attention.
     """
-    layers = _Layers(config, ParallelConfig(sequence=sequence, attention="unfused"))
-    by_kind = {kind: layers.layer(kind) for kind in dict.fromkeys(config.kinds)}
+    by_kind = _by_kind(config, ParallelConfig(sequence=sequence, attention="unfused"))
     return 3 * sum(by_kind[kind].model_flops.forward for kind in config.kinds) / sequence
 
 
@@ -190,12 +192,9 @@ class _Layers:
 
     def _attention_collectives(self) -> list[Collective]:
         """Return those of tensor parallelism, and the ring of keys and values of context parallelism."""
-        found, c, shape = (
-            self._gather_and_scatter("attention"),
-            self.parallel.context_parallel,
-            self.config.attention,
-        )
+        found, c = self._gather_and_scatter("attention"), self.parallel.context_parallel
         if c > 1:
+            shape = self.config.attention
             size = self._heads(shape.kv_heads) * (shape.head_size + shape.value_size)
             part = self.parallel.value_bytes * self.tokens * size * (c - 1)
             calls = Passes(c - 1, c - 1)
@@ -246,12 +245,8 @@ class _Layers:
         forward. Unfused attention computes and saves the whole square: as Megatron's formula counts it, softmax
         and dropout of a·s·s·b entries take 5 bytes each.
         """
-        shape, e, tokens, s = (
-            self.config.attention,
-            self.parallel.value_bytes,
-            self.tokens,
-            self.parallel.sequence,
-        )
+        shape, e = self.config.attention, self.parallel.value_bytes
+        tokens, s = self.tokens, self.parallel.sequence
         is_latent = shape.kv_rank is not None
         heads = self._heads(shape.heads)
         kv_heads = heads if is_latent else self._heads(shape.kv_heads)

@@ -16,8 +16,6 @@ from penstock.arguments import did_you_mean, listed, plural, printable, whole_nu
 from penstock.errors import FormatError
 from penstock.formats.files import read_keys
 
-# The sizes of a decoder transformer: everything that its operations, weights and messages follow from.
-
 
 @dataclass(frozen=True)
 class Attention:
@@ -291,10 +289,7 @@ def _deepseek(keys: _Keys, name: str) -> ModelConfig:
     dense = tuple(i < first or i % every > 0 for i in range(keys.size("num_hidden_layers")))
     predictions = keys.size("num_nextn_predict_layers", 0, least=0)
     return _decoder(
-        *(keys, name, attention),
-        experts=_checked(keys, experts),
-        dense_layers=dense,
-        mtp_layers=predictions,
+        *(keys, name, attention), experts=_checked(keys, experts), dense_layers=dense, mtp_layers=predictions
     )
 
 
