@@ -19,7 +19,7 @@ def request(**changes: Any) -> JobRequest:
 
 
 def sizes_of_layouts(asked: JobRequest) -> set[int]:
-    return {layout.data for layout in job_layouts(asked)}
+    return {layout.parallel.data_parallel for layout in job_layouts(asked)}
 
 
 def test_a_batch_with_few_divisors_names_the_rule_and_the_nearest_batches() -> None:

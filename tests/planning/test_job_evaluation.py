@@ -47,22 +47,24 @@ def test_layouts_use_all_devices_and_the_whole_batch() -> None:
     layouts = list(job_layouts(asked))
     assert len(layouts) == len(set(layouts)) > 50
     for each in layouts:
-        assert prod((each.tensor, each.context, each.pipeline, each.data)) == 48
-        assert each.data * each.microbatch_size * each.microbatches == 96
-        each.parallel_config(asked).check(asked.config)
-    assert {each.expert for each in layouts} == {1, 2, 4, 8}
-    assert {each.context for each in layouts} == {1, 2, 4}
+        own = each.parallel
+        assert prod((own.tensor_parallel, own.context_parallel, each.pipeline, own.data_parallel)) == 48
+        assert own.data_parallel * own.microbatch_size * each.microbatches == 96
+        own.check(asked.config)
+    assert {each.parallel.expert_parallel for each in layouts} == {1, 2, 4, 8}
+    assert {each.parallel.context_parallel for each in layouts} == {1, 2, 4}
 
 
 def test_sizes_that_are_given_are_not_searched() -> None:
     fixed = request(tensor=2, pipeline=2, microbatch_size=2, recompute_granularity="full")
-    assert {(x.tensor, x.pipeline, x.microbatch_size, x.recompute_granularity) for x in job_layouts(fixed)} == {
-        (2, 2, 2, "full")
-    }
+    for each in job_layouts(fixed):
+        own = each.parallel
+        assert (own.tensor_parallel, each.pipeline, own.microbatch_size) == (2, 2, 2)
+        assert own.recompute_granularity == "full"
 
 
 def test_stages_are_no_longer_than_with_blocks_evenly_divided() -> None:
-    found = estimate(GPT, next(job_layouts(request())).parallel_config(request()), H100)
+    found = estimate(GPT, next(job_layouts(request())).parallel, H100)
     stages, times = EstimatedStages(found), [each.seconds.compute.total for each in found.layers]
     for number in range(1, 11):
         counts = stages.counts(number)
@@ -179,7 +181,7 @@ def test_what_cannot_be_planned_says_what_could(changes: dict[str, Any], message
 def test_layers_are_moved_from_the_busiest_rank(stages_per_rank: int) -> None:
     """In a V the first rank has the embedding and the output layer."""
     asked = request(config=gpt_config(1024, 30, 16, vocab_size=256_000))
-    found = estimate(asked.config, next(job_layouts(asked)).parallel_config(asked), H100)
+    found = estimate(asked.config, next(job_layouts(asked)).parallel, H100)
     stages, shape = EstimatedStages(found), FamilyShape(stages_per_rank, is_v=True, split=True, paired=False)
     before = stages.rank_bounds(stages.counts(4 * stages_per_rank), shape, 4, 16).max()
     bound, counts = stages.partition(shape, 4, 16)

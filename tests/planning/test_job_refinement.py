@@ -77,7 +77,7 @@ def test_searched_orders_are_never_worse_and_are_written(tmp_path: Any) -> None:
 def test_collectives_of_replicas_are_where_the_schedule_places_them(zero: int) -> None:
     made = plan(request(devices=16, batch=64, zero=zero))
     best = made.best
-    found = Estimator(GPT, made.request.device)(best.layout.parallel_config(made.request))
+    found = Estimator(GPT, made.request.device)(best.layout.parallel)
     costs = stage_costs(found, best.configuration.placement, best.configuration.counts)
     lowered = best.configuration.as_run(best.schedule)
     assert lowered.table.has(Kind.REDUCE_GRAD)
@@ -96,7 +96,7 @@ def test_reductions_that_nothing_hides_cost_their_whole_time() -> None:
     """The last reduction of a rank starts when its last gradient is there."""
     made = plan(request(devices=16, batch=64))
     best = made.best
-    found = Estimator(GPT, made.request.device)(best.layout.parallel_config(made.request))
+    found = Estimator(GPT, made.request.device)(best.layout.parallel)
     costs = stage_costs(found, best.configuration.placement, best.configuration.counts)
     late = replace(costs, reduce_grad=10.0)
     makespan = penstock.simulate(best.schedule, replace(costs, reduce_grad=0.0)).makespan

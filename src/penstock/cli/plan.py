@@ -237,7 +237,7 @@ def report(request: PlanRequest | JobRequest, output: PlanOutput) -> None:
         print_plan(made, why, output.top)
     say_written(*written, as_json=output.as_json)
     if isinstance(made.request, JobRequest) and output.folder is not None and not output.as_json:
-        sizes = f"--layout '{made.layout}' --microbatch-size {made.best.layout.microbatch_size}"
+        sizes = f"--layout '{made.layout}' --microbatch-size {made.best.layout.parallel.microbatch_size}"
         typer.echo(f"flags for a trainer: penstock export torchtitan {output.folder}/schedule.json {sizes}")
 
 

@@ -273,7 +273,7 @@ def _job_what_ifs(made: JobPlan, on_progress: OnProgress | None) -> Iterator[Wha
     request, best = made.request, made.best
     before = best.seconds_without_jitter
     for change, device in _faster_devices(request.device).items():
-        found = estimate(request.config, best.layout.parallel_config(request), device)
+        found = estimate(request.config, best.layout.parallel, device)
         configuration = replace(best.configuration, stages=EstimatedStages(found))
         option = exact(replace(best, configuration=configuration))
         yield _what_if(change, option.seconds, before, option)

@@ -182,18 +182,27 @@ class JobRequest(Request):
     def _sizes_without_the_model(self) -> list[Message]:
         """Return sizes that are given and do not divide heads, experts, width or sequence."""
         expert = self.expert or 1
-        fixed = ParallelConfig(
-            *(self.sequence, 1, self.tensor or 1, self.context or 1, expert, expert),
-            precision=self.precision,
-            zero=self.zero,
-            recompute_granularity=self.recompute_granularity or "none",
-        )
+        fixed = self.parallel_config(1, (self.tensor or 1, self.context or 1, expert, expert))
         try:
             fixed.check(self.config)
             self.device.peak(self.precision)
         except EstimateError as error:
             return [error.message]
         return []
+
+    def parallel_config(
+        self, microbatch_size: int, sizes: tuple[int, int, int, int], recompute_granularity: str | None = None
+    ) -> ParallelConfig:
+        """Return the config of stages with these tensor, context, expert and data parallel sizes."""
+        return ParallelConfig(
+            self.sequence,
+            microbatch_size,
+            *sizes,
+            precision=self.precision,
+            gradient_bytes=self.gradient_bytes,
+            zero=self.zero,
+            recompute_granularity=recompute_granularity or self.recompute_granularity or "none",
+        )
 
     @property
     def limit_share(self) -> str:
@@ -233,37 +242,19 @@ class JobRequest(Request):
 
 @dataclass(frozen=True)
 class JobLayout:
-    """Parallel sizes, microbatches and the recomputation of layers."""
+    """The parallel config of its stages, which has what layers recompute; pipeline ranks and microbatches."""
 
-    tensor: int
-    context: int
-    expert: int
+    parallel: ParallelConfig
     pipeline: int
-    data: int
-    microbatch_size: int
     microbatches: int
     """Per pipeline."""
-    recompute_granularity: str
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The parallel sizes."""
-        return self.tensor, self.context, self.expert, self.pipeline, self.data
-
-    @property
-    def replicas(self) -> int:
-        """Pipelines that hold the same weights."""
-        return self.data * self.context
-
-    def parallel_config(self, request: JobRequest) -> ParallelConfig:
-        """Return the parallel config of its stages."""
-        return ParallelConfig(
-            *(request.sequence, self.microbatch_size, self.tensor, self.context, self.expert, self.data),
-            precision=request.precision,
-            gradient_bytes=request.gradient_bytes,
-            zero=request.zero,
-            recompute_granularity=self.recompute_granularity,
-        )
+        """Tensor, context, expert, pipeline and data parallel size."""
+        own = self.parallel
+        both = own.tensor_parallel, own.context_parallel
+        return *both, own.expert_parallel, self.pipeline, own.data_parallel
 
     def __str__(self) -> str:
         names = zip(("TP", "CP", "EP", "PP", "DP"), self.sizes)
@@ -281,9 +272,9 @@ def job_layouts(request: JobRequest) -> Iterator[JobLayout]:
                 continue
             microbatches = request.batch // data // size
             for expert in _expert_sizes(request, tensor * context * data):
-                for granularity in granularities:
-                    sizes = tensor, context, expert, pipeline, data
-                    yield JobLayout(*sizes, size, microbatches, granularity)
+                for level in granularities:
+                    parallel = request.parallel_config(size, (tensor, context, expert, data), level)
+                    yield JobLayout(parallel, pipeline, microbatches)
 
 
 def _divides_batch(batch: int, data: int, microbatch_size: int) -> bool:
@@ -600,7 +591,7 @@ class JobConfiguration(Configuration):
 
     def as_run(self, schedule: Schedule) -> Schedule:
         """Return the schedule as replicas run it: with messages and collectives, if there are replicas."""
-        return lower(schedule) if self.layout.replicas > 1 else schedule
+        return lower(schedule) if self.layout.parallel.replicas > 1 else schedule
 
 
 @dataclass(frozen=True, eq=False)
@@ -613,7 +604,7 @@ class JobOption(Option):
 
     @property
     def layout(self) -> JobLayout:
-        """Parallel sizes, microbatches and the recomputation of layers."""
+        """The parallel config, pipeline ranks and microbatches."""
         return self.configuration.layout
 
     @property
@@ -625,13 +616,15 @@ class JobOption(Option):
     @property
     def tokens_per_second(self) -> float:
         """Tokens per second of each device."""
-        layout, sequence = self.layout, self.configuration.stages.estimate.parallel.sequence
-        tokens = layout.microbatches * layout.microbatch_size * sequence
-        return tokens / self.seconds / (layout.tensor * layout.context * layout.pipeline)
+        parallel = self.layout.parallel
+        tokens = self.layout.microbatches * parallel.microbatch_size * parallel.sequence
+        devices = parallel.tensor_parallel * parallel.context_parallel * self.layout.pipeline
+        return tokens / self.seconds / devices
 
     def __str__(self) -> str:
-        v, level = self.configuration.shape.stages_per_rank, self.layout.recompute_granularity
-        order = f"{self.layout} {self.name}{f' v={v}' if v > 1 else ''}, mbs {self.layout.microbatch_size}"
+        v, parallel = self.configuration.shape.stages_per_rank, self.layout.parallel
+        order = f"{self.layout} {self.name}{f' v={v}' if v > 1 else ''}, mbs {parallel.microbatch_size}"
+        level = parallel.recompute_granularity
         policy = f", {self.memory_policy}" if self.memory_policy else ""
         return f"{order}, {'no' if level == 'none' else level} recomputation{policy}"
 
@@ -640,8 +633,8 @@ class JobOption(Option):
         layout = self.layout
         return {
             **dict(zip(("tp", "cp", "ep", "pp", "dp"), layout.sizes)),
-            "microbatch_size": layout.microbatch_size,
-            "recompute_granularity": layout.recompute_granularity,
+            "microbatch_size": layout.parallel.microbatch_size,
+            "recompute_granularity": layout.parallel.recompute_granularity,
             **super().to_keys(),
             "tokens_per_second_per_device": self.tokens_per_second,
             "mfu": self.mfu,
@@ -759,18 +752,18 @@ class JobEvaluation(Evaluation[JobRequest, JobOption]):
         """Yield layouts whose weights and optimizer state fit, with a bound for all of their configurations."""
         for layout in job_layouts(self.request):
             self.counts["layouts"] += 1
-            stages = EstimatedStages(self._estimator(layout.parallel_config(self.request)))
+            stages = EstimatedStages(self._estimator(layout.parallel))
             if stages.state / layout.pipeline > self.request.memory_limit:  # of the mean rank
                 self._count_too_large(layout)
             else:
-                hides = layout.expert > 1 and layout.pipeline > 1
+                hides = layout.parallel.expert_parallel > 1 and layout.pipeline > 1
                 yield stages.layout_bound(layout.pipeline, layout.microbatches, paired=hides), layout, stages
 
     def _of_layout(self, layout: JobLayout, stages: EstimatedStages) -> Iterator[JobConfiguration]:
         for shape in families_by_shape(self.request.families):
             if layout.pipeline == 1 and (shape.stages_per_rank > 1 or shape.split or shape.paired):
                 continue  # one rank has no bubble
-            if shape.paired and layout.expert == 1:
+            if shape.paired and layout.parallel.expert_parallel == 1:
                 continue  # a pair hides nothing
             if layout.pipeline * shape.stages_per_rank > self.request.config.layers:
                 continue
@@ -943,7 +936,7 @@ class JobEvaluation(Evaluation[JobRequest, JobOption]):
         spread = simulate_with_jitter(
             schedule, configuration.costs, jitter=request.jitter, runs=runs, seed=request.seed
         )
-        seconds = slowest(spread, option.layout.replicas, request.quantile)
+        seconds = slowest(spread, option.layout.parallel.replicas, request.quantile)
         return seconds + configuration.costs.optimizer_step
 
     # --- nothing fits --------------------------------------------------------------------------------
@@ -953,7 +946,7 @@ class JobEvaluation(Evaluation[JobRequest, JobOption]):
         request = self.request
         if not self.counts["layouts"]:
             return _no_layout(request)
-        needs = [(*_memory_of_1f1b(request, self._estimator, layout), layout) for layout in self._too_large]
+        needs = [(*_bytes_of_1f1b(self._estimator, layout), layout) for layout in self._too_large]
         least, state, layout = min(needs, key=lambda each: each[0])
         fitting = [*self._fitting_policies(), *_fitting_changes(request, least)]
         advice = Message("give devices with more memory")
@@ -963,7 +956,7 @@ class JobEvaluation(Evaluation[JobRequest, JobOption]):
         devices = f"{request.devices} {request.device.name} with {limit}"
         return Message(
             f"{request.config.name} fits no layout of {devices}: the smallest, {layout} with 1F1B and "
-            f"{layout.recompute_granularity} recomputation, needs {bytes_text(least)}, of which up to "
+            f"{layout.parallel.recompute_granularity} recomputation, needs {bytes_text(least)}, of which up to "
             f"{bytes_text(state)} for weights, gradients and optimizer state; ",
             advice,
         )
@@ -1008,10 +1001,9 @@ def slowest(spread: Spread, replicas: int, quantile: float) -> float:
     return max(tail, float(spread.makespans[-1]))
 
 
-def _memory_of_1f1b(request: JobRequest, estimator: Estimator, layout: JobLayout) -> tuple[float, float]:
+def _bytes_of_1f1b(estimator: Estimator, layout: JobLayout) -> tuple[float, float]:
     """Return the bytes of 1F1B on the rank with the most, and the most of weights and optimizer state."""
-    stages = EstimatedStages(estimator(layout.parallel_config(request)))
-    return stages.bytes_of_1f1b(layout.pipeline, layout.microbatches)
+    return EstimatedStages(estimator(layout.parallel)).bytes_of_1f1b(layout.pipeline, layout.microbatches)
 
 
 def _fitting_changes(request: JobRequest, least: float) -> Iterator[Message]:
@@ -1038,10 +1030,7 @@ def _fits(request: JobRequest, change: dict[str, Any]) -> bool:
     """Whether 1F1B fits some layout after a change."""
     changed: JobRequest = replace(request, **change)
     estimator = Estimator(changed.config, changed.device)
-    return any(
-        _memory_of_1f1b(changed, estimator, layout)[0] <= changed.memory_limit
-        for layout in job_layouts(changed)
-    )
+    return any(_bytes_of_1f1b(estimator, layout)[0] <= changed.memory_limit for layout in job_layouts(changed))
 
 
 def _no_layout(request: JobRequest) -> Message:

@@ -142,11 +142,11 @@ def _job_row(option: JobOption, time: str, *, experts: bool) -> dict[str, str]:
     sizes = dict(zip(("TP", "CP", "EP", "PP", "DP"), map(str, layout.sizes)))
     return {
         **{name: size for name, size in sizes.items() if experts or name != "EP"},
-        "mbs": str(layout.microbatch_size),
+        "mbs": str(layout.parallel.microbatch_size),
         "m": str(layout.microbatches),
         "schedule": printable(option.full_name),
         "v": str(option.configuration.stages_per_rank),
-        "recompute": layout.recompute_granularity,
+        "recompute": layout.parallel.recompute_granularity,
         time: f"{seconds_text(option.seconds)}{'' if option.is_exact else ' *'}",
         "tokens/s": f"{option.tokens_per_second:.0f}",
         "MFU": f"{option.mfu:.1%}",
