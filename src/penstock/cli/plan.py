@@ -66,8 +66,7 @@ class PlanArguments:
     batch: Annotated[
         int | None,
         typer.Option(
-            metavar="SAMPLES",
-            help="Samples per step of this pipeline; with a config: of the whole job.",
+            metavar="SAMPLES", help="Samples per step of this pipeline; with a config: of the whole job."
         ),
     ] = None
     stages_per_rank: FamilyStages = None
@@ -131,9 +130,7 @@ class JobArguments:
     device: Annotated[
         str | None,
         _of_config(
-            "--device",
-            f"Device: {', '.join(devices())}, or a .toml file; h100 unless given.",
-            "NAME|FILE",
+            "--device", f"Device: {', '.join(devices())}, or a .toml file; h100 unless given.", "NAME|FILE"
         ),
     ] = None
     sequence: Annotated[int | None, _of_config("--seq", "Tokens of a sample; 4096 unless given.", "TOKENS")] = (

@@ -19,8 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from heapq import heapify, heappop, heappush
-from itertools import accumulate, islice, pairwise
-from itertools import count as numbers_from
+from itertools import accumulate, count, islice, pairwise
 from math import ceil, inf, isfinite, lcm
 from statistics import NormalDist
 from typing import Any, NamedTuple, TypeVar
@@ -35,7 +34,7 @@ from penstock.cost.estimate.model_config import ModelConfig
 from penstock.cost.estimate.parallel_config import ParallelConfig, size_problems
 from penstock.cost.memory import LiveActivations, live_activations
 from penstock.cost.prices import edge_prices
-from penstock.cost.units import Units, bytes_text, seconds_text
+from penstock.cost.units import bytes_text, seconds_text
 from penstock.errors import BuildError, EstimateError, Message, Parameter, PlanError
 from penstock.families import build, families
 from penstock.families.registry import offloading_schedules
@@ -95,15 +94,16 @@ def families_by_shape(only: tuple[str, ...] = ()) -> dict[FamilyShape, tuple[str
         if only and name not in only:
             continue
         fixed = family.stages_per_rank
-        for count in _STAGES_PER_RANK if fixed is None else (fixed,):
+        for stages in _STAGES_PER_RANK if fixed is None else (fixed,):
             try:
-                small = build(name, ranks=2, microbatches=4, stages_per_rank=count)
+                small = build(name, ranks=2, microbatches=4, stages_per_rank=stages)
             except BuildError:
                 continue
             table = small.table
             if table.has(Kind.B, Kind.I) and not table.has(Kind.OFFLOAD, Kind.RECOMPUTE):
-                is_v = count > 1 and small.placement == Placement.v(2, count)
-                found.setdefault(FamilyShape(count, is_v, table.has(Kind.I), table.has_pairs), []).append(name)
+                is_v = stages > 1 and small.placement == Placement.v(2, stages)
+                shape = FamilyShape(stages, is_v, table.has(Kind.I), table.has_pairs)
+                found.setdefault(shape, []).append(name)
     return {shape: tuple(names) for shape, names in found.items()}
 
 
@@ -219,11 +219,6 @@ class JobRequest(Request):
     def time_name(self) -> str:
         """What the seconds of an option are."""
         return "makespan + gradient reductions + optimizer step"
-
-    @property
-    def units(self) -> Units:
-        """Seconds and bytes."""
-        return Units()
 
     def layout(self, counts: Sequence[int]) -> PipelineLayout:
         """Return the layout of stages with these numbers of layers."""
@@ -730,7 +725,7 @@ class JobEvaluation(Evaluation[JobRequest, JobOption]):
 
     def configurations(self) -> Iterator[JobConfiguration]:
         """Yield configurations by their bounds; those that cannot fit are set aside."""
-        order = numbers_from()
+        order = count()
         heap: list[tuple[float, int, tuple[JobLayout, EstimatedStages] | JobConfiguration]] = [
             (bound, next(order), (layout, stages)) for bound, layout, stages in self._layouts()
         ]

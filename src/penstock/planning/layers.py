@@ -140,11 +140,6 @@ class PlanRequest(Request):
         return f"{self.model.name}: {plural(self.ranks, 'rank')}, {plural(self.samples, 'sample')}"
 
     @property
-    def time_name(self) -> str:
-        """The objective."""
-        return self.objective
-
-    @property
     def units(self) -> Units:
         """The units of the model's costs."""
         return self.model.units
