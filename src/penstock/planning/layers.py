@@ -228,9 +228,8 @@ class LayerConfiguration(Configuration):
 
 def stages_text(stages_per_rank: StagesPerRank) -> str:
     """Return the number as the command line takes it: 2, or 1,2,2,1."""
-    return (
-        ",".join(map(str, stages_per_rank)) if isinstance(stages_per_rank, Sequence) else str(stages_per_rank)
-    )
+    counts = stages_per_rank if isinstance(stages_per_rank, Sequence) else [stages_per_rank]
+    return ",".join(map(str, counts))
 
 
 def configurations(request: PlanRequest) -> Iterator[LayerConfiguration]:

@@ -15,10 +15,6 @@ from penstock.cost.estimate.parallel_config import ParallelConfig
 def layer_operations(config: ModelConfig, parallel: ParallelConfig) -> dict[str, LayerOperations]:
     """Return each kind of layer that the model has, in the order of the model."""
     parallel.check(config)
-    return _by_kind(config, parallel)
-
-
-def _by_kind(config: ModelConfig, parallel: ParallelConfig) -> dict[str, LayerOperations]:
     layers = _Layers(config, parallel)
     return {kind: layers.layer(kind) for kind in dict.fromkeys(config.kinds)}
 
@@ -28,7 +24,7 @@ def parameters(config: ModelConfig, *, with_mtp: bool = False) -> float:
 
     The weights of a tied output layer are those of the embedding.
     """
-    by_kind = _by_kind(config, ParallelConfig(sequence=1))
+    by_kind = layer_operations(config, ParallelConfig(sequence=1))
     kinds = [kind for kind in config.kinds if with_mtp or kind != "mtp block"]
     tied = config.vocabulary * config.hidden if config.tied else 0
     return sum(by_kind[kind].weights(expert=each) for kind in kinds for each in (False, True)) - tied
@@ -50,7 +46,7 @@ def model_flops(config: ModelConfig, sequence: int) -> float:
     Three times the forward's matrix products, with the whole square of attention scores, as Megatron and PaLM
     count: 6·(weights in products) + 12·layers·heads·head size·sequence for multi-head attention.
     """
-    by_kind = _by_kind(config, ParallelConfig(sequence=sequence, attention="unfused"))
+    by_kind = layer_operations(config, ParallelConfig(sequence=sequence, attention="unfused"))
     return 3 * sum(by_kind[kind].model_flops.forward for kind in config.kinds) / sequence
 
 
