@@ -10,22 +10,18 @@ import platform
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Literal, TypeVar
+from typing import Literal
 
 import numpy as np
 
 from penstock.arguments import install_command
-from penstock.processes import free_port, usable_cores
+from penstock.processes import call_within, free_port, usable_cores
 
 Verdict = Literal["ok", "warn", "fail"]
-T = TypeVar("T")
 
 EXTRAS = {
     "torch": ("training", "torch", "safetensors"),
@@ -175,31 +171,15 @@ def name_checks() -> list[Check]:
 def _resolution(name: str, what: str, resolve: Callable[[], str], advice: str) -> Check:
     begin = time.monotonic()
     try:
-        address = _with_timeout(RESOLUTION_TIMEOUT_SECONDS, resolve)
+        address = call_within(RESOLUTION_TIMEOUT_SECONDS, resolve)
+    except TimeoutError:
+        return Check(name, "warn", f"{what} was not resolved within {RESOLUTION_TIMEOUT_SECONDS:g} s: {advice}")
     except OSError as error:
         return Check(name, "warn", f"{what} cannot be resolved ({error.strerror}): {advice}")
-    if address is None:
-        return Check(name, "warn", f"{what} was not resolved within {RESOLUTION_TIMEOUT_SECONDS:g} s: {advice}")
     seconds = time.monotonic() - begin
     if seconds > SLOW_RESOLUTION_SECONDS:
         return Check(name, "warn", f"resolving {what} took {seconds:.1f} s: {advice}")
     return Check(name, "ok", f"{what} is {address}")
-
-
-def _with_timeout(seconds: float, function: Callable[[], T]) -> T | None:
-    """The result of the function, or None after the timeout; its thread cannot be cancelled and runs on."""
-    future: Future[T] = Future()
-
-    def call() -> None:
-        try:
-            future.set_result(function())
-        except OSError as error:
-            future.set_exception(error)
-
-    threading.Thread(target=call, daemon=True).start()
-    with contextlib.suppress(TimeoutError, FutureTimeoutError):  # one class since Python 3.11
-        return future.result(seconds)
-    return None
 
 
 def torch_checks(seconds: int = TORCH_TIMEOUT_SECONDS) -> list[Check]:

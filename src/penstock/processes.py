@@ -1,4 +1,4 @@
-"""This process on its machine: usable cores, a free port, its name in messages, the end of its parent."""
+"""This process on its machine: cores, a free port, its name, the end of its parent, calls with a time limit."""
 
 from __future__ import annotations
 
@@ -6,8 +6,15 @@ import multiprocessing
 import os
 import re
 import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from random import SystemRandom
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 def usable_cores() -> int:
@@ -62,3 +69,30 @@ def has_ended(name: str) -> bool:
     except OSError:  # it belongs to another user
         pass
     return False
+
+
+CALL_THREAD = "penstock-call"
+"""The name of threads that run a call with a time limit."""
+_CHECK_SECONDS = 0.1
+
+
+def call_within(seconds: float, call: Callable[[], T], check: Callable[[], None] = lambda: None) -> T:
+    """Return the result of `call`, made on a thread; raise TimeoutError and abandon it if it takes longer.
+
+    `check` is called ten times per second meanwhile, and may raise.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001 -- it is raised on the calling thread
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=CALL_THREAD, daemon=True).start()
+    end = time.monotonic() + seconds
+    while not wait([future], min(_CHECK_SECONDS, seconds)).done:
+        check()
+        if time.monotonic() > end:
+            raise TimeoutError(f"no answer within {seconds:g} s")
+    return future.result()

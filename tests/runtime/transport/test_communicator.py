@@ -25,9 +25,9 @@ from tests.support.grids import small
 from tests.support.pool import Pools
 
 
-def gloo_edge(_device: torch.device, store: Store, rank: int, timeout: timedelta) -> Any:
+def gloo_edge(_device: torch.device, store: Store, rank: int, timeout: timedelta, size: int) -> Any:
     made: Any = dist.ProcessGroupGloo
-    return made(store, rank, 2, timeout)
+    return made(store, rank, size, timeout)
 
 
 def trained(family: str, *, as_a_device: bool) -> list[torch.Tensor]:

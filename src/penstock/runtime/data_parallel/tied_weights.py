@@ -15,6 +15,7 @@ from functools import partial
 from typing import TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.errors import PipelineError
@@ -194,7 +195,8 @@ class TiedWeights:
         if communicator is None:
             return
         for tied, ranks, parameter in self._own():
-            if any(differing(checksum(parameter).reshape(1), partial(communicator.subgroup_max, ranks=ranks))):
+            largest = partial(communicator.all_reduce, ranks=ranks, operation=dist.ReduceOp.MAX)
+            if any(differing(checksum(parameter).reshape(1), largest)):
                 raise PipelineError(_divergence(tied, sorted(tied)))
             if not self.unsummed and not self._is_first(tied):
                 self._earlier_gradients[parameter], parameter.grad = parameter.grad, None
@@ -219,7 +221,7 @@ class TiedWeights:
         if communicator is not None and sums:
             for _, ranks, parameter in self._own():
                 bucket = GradientBucket([parameter])
-                bucket.unpack(communicator.subgroup_sum(bucket.pack(), ranks))
+                bucket.unpack(communicator.all_reduce(bucket.pack(), ranks))
         self._earlier_gradients.clear()
 
     def drop(self) -> None:

@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import Store
 
 from penstock.arguments import listed
 from penstock.errors import PipelineError
-from penstock.processes import has_ended, process_name
+from penstock.processes import CALL_THREAD, has_ended, process_name
 from penstock.runtime.config import ExecutionConfig
 from penstock.runtime.failure import report
 from penstock.runtime.failure.detector import SILENT_SECONDS, FailureDetector
@@ -31,7 +31,6 @@ from penstock.runtime.failure.links import Listener, neighbours
 from penstock.runtime.transport.addresses import listening_socket
 from penstock.runtime.transport.process_groups import abort_process_groups, rank_name
 from penstock.runtime.transport.stores import (
-    THREAD_NAME,
     StoreSilentError,
     call_within,
     open_connections,
@@ -266,7 +265,7 @@ def end_abandoned_calls() -> None:
     If such a call returned while the interpreter ends, such as when the store's host ends too, Python before
     3.14 would end the thread inside of C++ code, and that aborts the process: it would lose its exit code.
     """
-    calls = [thread for thread in threading.enumerate() if thread.name == THREAD_NAME]
+    calls = [thread for thread in threading.enumerate() if thread.name == CALL_THREAD]
     if not calls:
         return
     for store in open_connections():

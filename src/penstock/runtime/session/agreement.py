@@ -28,8 +28,8 @@ from penstock.runtime.transport.communicator import Communicator, ControlMessage
 from penstock.runtime.transport.transport_errors import Pending, TransportError, transport_errors, wait
 from penstock.traces.diagnose.rank_state import Wait, WaitKind
 
-Facts: TypeAlias = Mapping[str, tuple[Any, Any]]
-"""By topic: the value that is compared, and its text for an error message."""
+Facts: TypeAlias = Mapping[str, object]
+"""By topic: the value that is compared."""
 
 
 # --- connecting ----------------------------------------------------------------------------------------
@@ -54,8 +54,8 @@ def check_agreement(
     Steps would hang or train wrongly. A topic is compared between the ranks that have it, such as a tied weight
     between those that hold it, and `loss_options` between those that compute a loss.
     """
-    schedule, digits = config.schedule, schedule_digest(config.schedule)
-    own: dict[str, Any] = {
+    schedule = config.schedule
+    facts: dict[str, object] = {
         "version of penstock": penstock.__version__,
         "version of torch": torch.__version__,
         "microbatches": schedule.microbatches,
@@ -67,21 +67,24 @@ def check_agreement(
     for module in config.modules.values():
         _, parts = split_metadata(module, "split_stage") or (0, ())
         if len(parts) == schedule.num_stages:
-            own["split of the model"] = " | ".join(parts)
-    facts = _plain_facts(own) | {
-        "schedule": (digits, f"{schedule.name} ({digits})"),
-        "tied weights": (str(ties.between_ranks), listed(ties.between_ranks) or "none"),
+            facts["split of the model"] = " | ".join(parts)
+    facts |= {
+        "schedule": schedule_digest(schedule),
+        "tied weights": listed(ties.between_ranks) or "none",
     }
     has_loss = any(sink in config.modules for sink in schedule.graph.sinks)  # it weights losses by the replicas
     trained = [each for module in config.trained.values() for each in module.parameters()]
     if has_loss or any(parameter.requires_grad for parameter in trained):
         count = config.replication.count
-        facts["replicas of its stages"] = (
-            count,
-            f"{count}" if count > 1 else "1 (give replicas= if there are more)",
-        )
-    texts = communicator.exchange_texts("facts", json.dumps(facts))
-    if found := differences({rank: json.loads(text) for rank, text in enumerate(texts)}):
+        facts["replicas of its stages"] = f"{count}" if count > 1 else "1 (give replicas= if there are more)"
+    texts = communicator.exchange_texts(json.dumps([schedule.name, facts]))
+    by_rank: dict[int, dict[str, Any]] = {}
+    shown = {}
+    for rank, text in enumerate(texts):
+        name, by_rank[rank] = json.loads(text)
+        digits = by_rank[rank]["schedule"]
+        shown[digits] = f"{name} ({digits})"
+    if found := differences(by_rank, shown):
         advice = [_COMPLETED_ADVICE] if COMPLETED in found else []
         raise PipelineError("\n".join(["the ranks of the pipeline do not agree:", *found.values(), *advice]))
 
@@ -96,25 +99,22 @@ def schedule_digest(schedule: Schedule) -> str:
     return digest(dumps(schedule.renamed("any"), "json"))
 
 
-def facts_in(text: str | bytes) -> dict[str, tuple[object, object]]:
-    """Return the facts that a rank sent as a JSON object; values are their own texts."""
-    return _plain_facts(json.loads(text))
+def differences(by_rank: Mapping[int, Facts], texts: Mapping[object, str] | None = None) -> dict[str, str]:
+    """Return the topics on which ranks differ, each with a line for an error message.
 
-
-def _plain_facts(values: Mapping[str, object]) -> dict[str, tuple[object, object]]:
-    return {topic: (value, value) for topic, value in values.items()}
-
-
-def differences(by_rank: Mapping[int, Facts]) -> dict[str, str]:
-    """Return the topics on which ranks differ, each with a line for an error message."""
+    `texts` says how values are shown that are not their own text.
+    """
     lines = {}
     for topic in dict.fromkeys(topic for facts in by_rank.values() for topic in facts):
-        answers = {rank: facts[topic] for rank, facts in by_rank.items() if topic in facts}
-        if len({value for value, _ in answers.values()}) > 1:
-            ranks_by_text: dict[object, list[int]] = {}
-            for rank, (_, text) in answers.items():
-                ranks_by_text.setdefault(text, []).append(rank)
-            groups = "; ".join(f"rank {listed(ranks)}: {text}" for text, ranks in ranks_by_text.items())
+        ranks_of_value: dict[object, list[int]] = {}
+        for rank, facts in by_rank.items():
+            if topic in facts:
+                ranks_of_value.setdefault(facts[topic], []).append(rank)
+        if len(ranks_of_value) > 1:
+            shown = {value: (texts or {}).get(value, value) for value in ranks_of_value}
+            groups = "; ".join(
+                f"rank {listed(ranks)}: {shown[value]}" for value, ranks in ranks_of_value.items()
+            )
             lines[topic] = f"  {topic}: {groups}"
     return lines
 
@@ -161,8 +161,8 @@ class CallAgreement:
             return
         wait(self._pending.pop(peer))
         if not torch.equal(self._received[peer], self._own):
-            calls = {self._rank: announced_facts(self._own), peer: announced_facts(self._received[peer])}
-            found = differences({rank: calls[rank] for rank in sorted(calls)})
+            calls = {self._rank: announced_call(self._own), peer: announced_call(self._received[peer])}
+            found = differences(dict(sorted(calls.items())))
             heading = "the ranks of the pipeline do not make the same call:"
             raise PipelineError("\n".join([heading, *found.values(), _ADVICE]))
 
@@ -185,9 +185,10 @@ def announcement(call: Mapping[str, object], size: int = _BYTES) -> Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
-def announced_facts(announced: Tensor) -> dict[str, tuple[object, object]]:
-    """Return the topics of a call and their values, as `differences` takes them."""
-    return facts_in(announced.numpy().tobytes())
+def announced_call(announced: Tensor) -> dict[str, object]:
+    """Return the topics of a call and their values."""
+    found: dict[str, object] = json.loads(announced.numpy().tobytes())
+    return found
 
 
 # --- the end of a step ---------------------------------------------------------------------------------

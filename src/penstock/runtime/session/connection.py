@@ -169,11 +169,14 @@ class Connection:
 
     # --- a step ------------------------------------------------------------------------------------
 
-    def begin(self, mode: str, calls: int, steps: int) -> Program:
-        """Start a step or eval, of this number among all calls and among steps; return the program to run."""
-        self._channels.set_mode(training=mode == "step")
-        self.call_name = f"step {steps}" if mode == "step" else f"the eval after step {steps}"
-        self.mode, self.call_number, self.step_number, self.waiting_for = mode, calls, steps, None
+    def begin(self, mode: str) -> Program:
+        """Start a step or eval; return the program to run."""
+        is_step = mode == "step"
+        self._channels.set_mode(training=is_step)
+        self.call_number += 1
+        self.step_number += is_step
+        self.call_name = f"{'step' if is_step else 'the eval after step'} {self.step_number}"
+        self.mode, self.waiting_for = mode, None
         program = self.programs[mode]
         program.begin()
         if self._failed:  # read after the step is set, as `stop_waiting` reads the step after it has set this

@@ -38,11 +38,10 @@ from penstock.runtime.failure.links import Listener
 from penstock.runtime.failure.monitor import FailureMonitor
 from penstock.runtime.failure.process_detector import connecting, detector_of_others, raise_if_ended
 from penstock.runtime.session.agreement import (
-    announced_facts,
+    announced_call,
     announcement,
     differences,
     digest,
-    facts_in,
     schedule_digest,
 )
 from penstock.runtime.transport.communicator import Communicator
@@ -327,8 +326,8 @@ class ReplicaPeers:
                     check=partial(raise_if_ended, members),
                 )
                 communicators.append(communicator)
-                texts = communicator.exchange_texts("facts", json.dumps(facts))
-            if found := differences({member: facts_in(text) for member, text in zip(members, texts)}):
+                texts = communicator.exchange_texts(json.dumps(facts))
+            if found := differences({member: json.loads(text) for member, text in zip(members, texts)}):
                 raise PipelineError("\n".join([_HEADING, *found.values()]))
             self._groups[members] = communicator
         self._unbroken.extend(communicator.name for communicator in communicators)
@@ -364,7 +363,7 @@ class ReplicaPeers:
                 announced = communicator.all_gather(own)
                 with suppress(TransportError):
                     communicator.barrier()  # the first to raise ends the connections, when all have these
-                calls = {member: announced_facts(each) for member, each in zip(members, announced)}
+                calls = {member: announced_call(each) for member, each in zip(members, announced)}
                 raise PipelineError("\n".join([_HEADING, *differences(calls).values(), _ADVICE]))
 
     def closed_peers(self, monitor: FailureMonitor | None) -> list[int]:

@@ -14,11 +14,8 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -39,7 +36,6 @@ from penstock.runtime.stage.microbatch import LiveActivations, StepInputs
 from penstock.runtime.stage.stage import Stage
 from penstock.runtime.states.writer import flush_states, register_states, request_states
 from penstock.runtime.transport.buffer_pool import BufferPool
-from penstock.runtime.transport.communicator import Communicator, gather_arrays
 from penstock.runtime.transport.transport_errors import TransportError, is_transport_error
 from penstock.simulation.timeline import Timeline
 from penstock.traces.diagnose.rank_state import RankState, Wait, WaitKind
@@ -97,79 +93,6 @@ def _cause(error: BaseException, own: FailureCause, monitor: FailureMonitor) -> 
     return known or monitor.publish_cause(monitor.blamed(own) if is_wait else own)
 
 
-# --- the state files of this rank ----------------------------------------------------------------------
-
-
-class PipelineState:
-    """The source of the state files of one pipeline; without a folder it writes none."""
-
-    def __init__(self, config: ExecutionConfig) -> None:
-        self._nothing = RankState(tuple(config.members), config.members[config.rank], config.schedule)
-        self._connection: Callable[[], Connection | None] = lambda: None
-        self.completed = (0, 0)
-        """Calls of step and eval, and steps."""
-        self.is_connecting = False
-        self._writes = config.state_dir is not None
-        if config.state_dir is not None:
-            register_states(self, Path(config.state_dir))
-
-    def use(self, connection: Connection) -> None:
-        """Show this connection from now on, and its failure when it becomes known."""
-        self._connection = weakref.ref(connection)
-        connection.on_failure = weakref.WeakMethod(self._failed) if self._writes else None
-
-    def _failed(self, cause: FailureCause) -> None:
-        """Write the state at the moment at which a failure becomes known; called on any thread."""
-        is_exception = cause.kind in (FailureKind.EXCEPTION, FailureKind.INTERRUPTED)
-        own = is_exception and cause.world_rank == self._nothing.world_rank
-        state = replace(self.rank_state(), error=cause.message, is_origin=own)
-        request_states(f"failure: {cause.kind}", state, self)
-
-    def connecting_failed(self, error: BaseException) -> None:
-        """Write the state of a rank that could not connect, and why."""
-        if self._writes:
-            request_states("connecting failed", replace(self.rank_state(), error=str(error)), self)
-            flush_states()
-
-    def flush(self) -> None:
-        """Wait until the state of a failed step is written."""
-        if self._writes:
-            flush_states()
-
-    def rank_state(self) -> RankState:
-        """Return what this rank does."""
-        connection = self._connection()
-        if connection is None or self.is_connecting:
-            mode = "connecting" if self.is_connecting else "outside"
-            calls, steps = self.completed
-            return replace(self._nothing, mode=mode, step_number=steps, call_number=calls)
-        state = replace(
-            self._nothing,
-            mode=connection.mode,
-            step_number=connection.step_number,
-            call_number=connection.call_number,
-            lost={} if connection.monitor is None else connection.monitor.detector.lost(self._nothing.members),
-        )
-        program = connection.programs.get(state.mode)
-        if program is None:
-            return replace(state, waiting_for=connection.waiting_for if state.mode != "outside" else None)
-        call = program.current_call
-        if call is None:
-            position, awaits = len(program.steps) if program.finished else -1, ""
-        else:
-            waits = call.type in (CallType.WAIT, CallType.RELEASE)
-            position, awaits = call.position, str(call.subject) if waits else ""
-        waiting_for = connection.awaited(program) if call is None else None
-        return replace(
-            state, schedule=program.schedule, position=position, awaits=awaits, waiting_for=waiting_for
-        )
-
-    def ask_others(self) -> None:
-        """Ask all ranks of the job for their states."""
-        if (connection := self._connection()) is not None and connection.monitor is not None:
-            connection.monitor.detector.send({"type": "state", "rank": self._nothing.world_rank})
-
-
 # --- running steps -------------------------------------------------------------------------------------
 
 
@@ -210,7 +133,7 @@ def handshake(
             problem = str(error)
     if communicator is not None and dist.get_world_size() > len(config.members):
         with connecting(config):  # the other ranks of this pipeline have other replica peers
-            problem = next(filter(None, _all_texts(communicator, problem)), "")
+            problem = next(filter(None, communicator.exchange_texts(problem)), "")
     if problem:
         if connection.replica_peers is not None:
             connection.replica_peers.abort()
@@ -218,13 +141,6 @@ def handshake(
     if connection.monitor is not None and connection.replica_peers is not None:
         connection.monitor.replica_peers = connection.replica_peers.ranks
     record.records.connected(record)
-
-
-def _all_texts(communicator: Communicator, own: str) -> list[str]:
-    """Return every rank's text; not through the store, where an attempt to reach a lost rank may still wait."""
-    data = np.frombuffer(own.encode(), dtype=np.uint8).astype(np.int64)
-    lengths = [int(each) for each in communicator.all_gather(torch.tensor([len(data)]))]
-    return [bytes(each.tolist()).decode() for each in gather_arrays(communicator, data, lengths)]
 
 
 _log = logging.getLogger("penstock")
@@ -240,7 +156,7 @@ def _collective(what: str) -> Wait:
 
 
 class StepRunner:
-    """The executor of one rank."""
+    """The executor of one rank, and the source of its state files; without a folder it writes none."""
 
     def __init__(self, config: ExecutionConfig, ties: TiedWeights, input_builder: StepInputBuilder) -> None:
         self._config, self._ties, self._input_builder = config, ties, input_builder
@@ -250,7 +166,10 @@ class StepRunner:
         """How many of them were calls of `eval`."""
         self._connection: Connection | None = None
         self._record = PipelineRecord.of(config)
-        self._state = PipelineState(config)
+        self._is_connecting = False
+        self._nothing = RankState(tuple(config.members), config.members[config.rank], config.schedule)
+        if config.state_dir is not None:
+            register_states(self, config.state_dir)
         self.activations = LiveActivations()
         self.pool: BufferPool
         self.recorder: Recorder | None = None
@@ -261,16 +180,18 @@ class StepRunner:
     def connect(self) -> Connection:
         """Return the connection, created if there is none; then all ranks must do this at the same time."""
         if self._connection is None:
-            state = self._state
-            state.is_connecting, state.completed = True, (self._completed, self.completed_steps)
+            self._is_connecting = True
             try:
                 self._connection = self._new_connection()
             except BaseException as error:
-                state.connecting_failed(error)
+                if self._config.state_dir is not None:
+                    request_states("connecting failed", replace(self.rank_state(), error=str(error)), self)
+                    flush_states()
                 raise
             finally:
-                state.is_connecting = False
-            state.use(self._connection)
+                self._is_connecting = False
+            if self._config.state_dir is not None:
+                self._connection.on_failure = weakref.WeakMethod(self._write_failure)
         return self._connection
 
     def _new_connection(self) -> Connection:
@@ -344,7 +265,7 @@ class StepRunner:
     ) -> StepResult:
         self.activations.reset()
         self.pool.peak = 0
-        program = connection.begin(mode, self._completed + 1, self.completed_steps + (mode == "step"))
+        program = connection.begin(mode)
         try:
             reduced = "reduced over all ranks" if reduces else "not reduced yet, inside accumulate()"
             options = {"gradients": reduced, "loss scale": scale}
@@ -370,7 +291,7 @@ class StepRunner:
     def fail(self, error: BaseException, mode: str) -> None:
         """Fail the next step or eval with this error, which came before it."""
         connection = self.connect()
-        program = connection.begin(mode, self._completed + 1, self.completed_steps + (mode == "step"))
+        program = connection.begin(mode)
         try:
             self._abort(error, connection, program)
         finally:
@@ -474,10 +395,53 @@ class StepRunner:
                 self._ties.drop()
                 with suppress(Exception):  # the first failure is the one to report
                     self._config.replication.drop()
-                self._connection = None
                 self._record.is_connected = False
                 return abort_step(error, connection, program)
             except KeyboardInterrupt as interrupt:  # noqa: PERF203 -- it happens once or twice
                 error = interrupt.with_traceback(None)  # which has this frame, which has the error
             finally:
-                self._state.flush()
+                self._connection = None
+                if self._config.state_dir is not None:
+                    flush_states()
+
+    # --- the state files of this rank ----------------------------------------------------------------
+
+    def _write_failure(self, cause: FailureCause) -> None:
+        """Write the state at the moment at which a failure becomes known; called on any thread."""
+        is_exception = cause.kind in (FailureKind.EXCEPTION, FailureKind.INTERRUPTED)
+        own = is_exception and cause.world_rank == self._nothing.world_rank
+        state = replace(self.rank_state(), error=cause.message, is_origin=own)
+        request_states(f"failure: {cause.kind}", state, self)
+
+    def rank_state(self) -> RankState:
+        """Return what this rank does; called on any thread."""
+        connection = self._connection
+        if connection is None:
+            mode = "connecting" if self._is_connecting else "outside"
+            steps = self.completed_steps
+            return replace(self._nothing, mode=mode, step_number=steps, call_number=self._completed)
+        state = replace(
+            self._nothing,
+            mode=connection.mode,
+            step_number=connection.step_number,
+            call_number=connection.call_number,
+            lost={} if connection.monitor is None else connection.monitor.detector.lost(self._nothing.members),
+        )
+        program = connection.programs.get(state.mode)
+        if program is None:
+            return replace(state, waiting_for=connection.waiting_for if state.mode != "outside" else None)
+        call = program.current_call
+        if call is None:
+            position, awaits = len(program.steps) if program.finished else -1, ""
+        else:
+            waits = call.type in (CallType.WAIT, CallType.RELEASE)
+            position, awaits = call.position, str(call.subject) if waits else ""
+        waiting_for = connection.awaited(program) if call is None else None
+        return replace(
+            state, schedule=program.schedule, position=position, awaits=awaits, waiting_for=waiting_for
+        )
+
+    def ask_others(self) -> None:
+        """Ask all ranks of the job for their states."""
+        if (connection := self._connection) is not None and connection.monitor is not None:
+            connection.monitor.detector.send({"type": "state", "rank": self._nothing.world_rank})

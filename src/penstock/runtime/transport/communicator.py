@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -51,7 +50,7 @@ _last_prefix: dict[tuple[int, ...], str] = {}  # by the ranks that connected und
 
 
 class Rendezvous:
-    """The part of the job's store where the ranks of a pipeline exchange texts before they are connected.
+    """The part of the job's store where the ranks of a pipeline find each other before they are connected.
 
     Each connection of a pipeline has a key prefix that was never used before, because keys of an earlier one
     may still be in the store. `members` are world ranks; `check` is called while a rank waits, and may raise.
@@ -103,18 +102,6 @@ class Rendezvous:
         if self.rank == 0 and store.check([self._key]) and store.get(self._key).decode() == self.name:
             store.delete_key(self._key)
 
-    def exchange_texts(self, name: str, own: str) -> list[str]:
-        """Every rank's text under this name."""
-        keys = [f"{other}" for other in range(len(self.members))]
-
-        def exchange() -> list[str]:
-            store = self.store(name)
-            store.set(f"{self.rank}", own)
-            store.wait(keys, self.timeout)
-            return [store.get(key).decode() for key in keys]
-
-        return self.call(exchange)
-
     @property
     def _key(self) -> str:
         return "penstock/" + "-".join(map(str, self.members))
@@ -134,9 +121,7 @@ class Rendezvous:
         """Return which ranks are missing, to be appended to an error."""
 
         def find() -> list[int]:
-            present = self.store(
-                "present", "find absent ranks"
-            )  # a thread may still wait on the other connection
+            present = self.store("present", "find absent ranks")  # a thread may wait on the other connection
             return [rank for rank in range(len(self.members)) if not present.check([f"{rank}"])]
 
         try:
@@ -208,22 +193,24 @@ class Communicator:
         self._subgroups: dict[tuple[int, ...], MessageGroup] = {}
         self._gloo_groups: list[MessageGroup] = []
         self._eager: EagerMessages
-        self._lock = threading.Lock()
+        self.name = ""
+        """The same on all ranks, and never used before."""
         self._rendezvous = Rendezvous(members, rank, timeout, check)
         self._rendezvous.call(lambda: self._connect(channels))
 
     def _connect(self, channels: Sequence[tuple[int, int, int]]) -> None:
         rendezvous = self._rendezvous
         rendezvous.begin()
+        self.name = rendezvous.name
         try:
             self._group = self._gloo_group("gloo", rendezvous.rank, self.size)
-            key = rendezvous.name.rsplit("/", 1)[-1]
+            key = self.name.rsplit("/", 1)[-1]
             self._eager = EagerMessages(
                 rendezvous.store("eager"), rendezvous.rank, self.size, key, rendezvous.timeout
             )
             try:
                 if not self.single_group:
-                    self._connect_edges(rendezvous.rank, channels, rendezvous.timeout)
+                    self._connect_edges(channels)
                 self.barrier()
             except RuntimeError:
                 self._eager.close()
@@ -236,44 +223,40 @@ class Communicator:
         self._gloo_groups.append(group)
         return group
 
-    @property
-    def name(self) -> str:
-        """The same on all ranks, and never used before."""
-        return self._rendezvous.name
+    def _device_group(self, name: str, rank: int, size: int) -> MessageGroup:
+        return device_group(self.device, self._rendezvous.store(name), rank, self._rendezvous.timeout, size)
 
-    def _connect_edges(self, rank: int, channels: Sequence[tuple[int, int, int]], timeout: timedelta) -> None:
+    def _connect_edges(self, channels: Sequence[tuple[int, int, int]]) -> None:
         """One communicator per directed edge. All ranks connect them in one order, so there is no deadlock."""
+        rank = self._rendezvous.rank
         for number, source, target in channels:
-            if rank not in (source, target):
-                continue
-            store = self._rendezvous.store(f"edge/{number}")
-            self._edges[number] = edge = device_group(self.device, store, int(rank == target), timeout)
-            token = torch.zeros(1, device=self.device)
-            wait(edge.send([token], 1, 0) if rank == source else edge.recv([token], 0, 0))
+            if rank in (source, target):
+                edge = self._edges[number] = self._device_group(f"edge/{number}", int(rank == target), 2)
+                token = torch.zeros(1, device=self.device)
+                wait(edge.send([token], 1, 0) if rank == source else edge.recv([token], 0, 0))
 
     def connect_subgroups(self, subgroups: Sequence[tuple[int, ...]]) -> None:
         """One group for each of these sets of ranks, the same list on all ranks."""
-        self._rendezvous.call(lambda: self._connect_subgroups(subgroups))
+        rank, group = self._rendezvous.rank, self._gloo_group if self.single_group else self._device_group
 
-    def _connect_subgroups(self, subgroups: Sequence[tuple[int, ...]]) -> None:
-        rendezvous = self._rendezvous
-        for ranks in subgroups:
-            if rendezvous.rank in ranks:
-                name = f"subgroup/{'-'.join(map(str, ranks))}"
-                position, size = ranks.index(rendezvous.rank), len(ranks)
-                if self.single_group:
-                    self._subgroups[ranks] = self._gloo_group(name, position, size)
-                else:
-                    store = rendezvous.store(name)
-                    self._subgroups[ranks] = device_group(
-                        self.device, store, position, rendezvous.timeout, size
-                    )
-        if subgroups:
-            self.barrier()  # a rank that closes at once would break connections that others still establish
+        def connect() -> None:
+            for ranks in subgroups:
+                if rank in ranks:
+                    name = f"subgroup/{'-'.join(map(str, ranks))}"
+                    self._subgroups[ranks] = group(name, ranks.index(rank), len(ranks))
+            if subgroups:
+                self.barrier()  # a rank that closes at once would break connections that others still establish
 
-    def exchange_texts(self, name: str, own: str) -> list[str]:
-        """Every rank's text under this name, through the store."""
-        return self._rendezvous.exchange_texts(name, own)
+        self._rendezvous.call(connect)
+
+    def exchange_texts(self, own: str) -> list[str]:
+        """Every rank's text."""
+        return self._rendezvous.call(lambda: self._all_texts(own))
+
+    def _all_texts(self, own: str) -> list[str]:
+        data = np.frombuffer(own.encode(), dtype=np.uint8).astype(np.int64)
+        lengths = [int(each) for each in self.all_gather(torch.tensor([len(data)]))]
+        return [bytes(each.tolist()).decode() for each in gather_arrays(self, data, lengths)]
 
     # --- messages ----------------------------------------------------------------------------------
 
@@ -340,15 +323,8 @@ class Communicator:
             distance *= 2
         return least == most
 
-    def subgroup_sum(self, tensor: Tensor, ranks: tuple[int, ...]) -> Tensor:
-        """All-reduce by sum over a subgroup, in place; the result has the same bits on each of its ranks."""
-        return self._reduce(tensor, ranks, dist.ReduceOp.SUM)
-
-    def subgroup_max(self, tensor: Tensor, ranks: tuple[int, ...]) -> Tensor:
-        """All-reduce by maximum over a subgroup, in place."""
-        return self._reduce(tensor, ranks, dist.ReduceOp.MAX)
-
-    def _reduce(self, tensor: Tensor, ranks: tuple[int, ...], operation: Any) -> Tensor:
+    def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...], operation: Any = dist.ReduceOp.SUM) -> Tensor:
+        """Reduce over a subgroup, in place; the result has the same bits on each of its ranks."""
         options: Any = dist.AllreduceOptions()
         options.reduceOp = operation
         with transport_errors():
@@ -362,10 +338,8 @@ class Communicator:
 
     def abort(self) -> None:
         """End all connections and every wait on them, also on other ranks; any thread may call it."""
-        with self._lock:
-            groups = list(self._gloo_groups)
         self._eager.abort()
-        for group in groups:
+        for group in list(self._gloo_groups):
             abort_gloo_group(group)
         for edge in list(self._edges.values()):
             edge.abort()
@@ -380,8 +354,7 @@ class Communicator:
         caller releases those messages first.
         """
         self.abort()
-        with self._lock:
-            self._gloo_groups.clear()
+        self._gloo_groups.clear()
         self._eager.close()
         self._edges.clear()
         self._subgroups.clear()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -12,47 +10,26 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from penstock import processes
 from penstock.runtime.transport.transport_errors import TransportError
-
-# Calls with a time limit: torch's store may wait for its host for ever, whatever its timeout is.
-
 
 T = TypeVar("T")
 
-THREAD_NAME = "penstock-call"
-_CHECK_SECONDS = 0.1
-
 
 def call_within(seconds: float, call: Callable[[], T], check: Callable[[], None] = lambda: None) -> T:
-    """The result of `call`, which runs on a thread; raises TimeoutError and abandons it if it takes longer.
+    """Do the same as `processes.call_within`, on the CUDA device of this thread.
 
-    `check` is called ten times per second meanwhile, and may raise.
+    torch's store may wait for its host for ever, whatever its timeout is.
     """
-    results: list[T] = []
-    errors: list[BaseException] = []
-    done = threading.Event()
     in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     device = torch.cuda.current_device() if in_use else None  # a setting of this thread
 
-    def run() -> None:
-        try:
-            if device is not None:
-                torch.cuda.set_device(device)
-            results.append(call())
-        except BaseException as error:  # noqa: BLE001 -- it is raised on the calling thread
-            errors.append(error)
-        finally:
-            done.set()
+    def run() -> T:
+        if device is not None:
+            torch.cuda.set_device(device)
+        return call()
 
-    threading.Thread(target=run, name=THREAD_NAME, daemon=True).start()
-    end = time.monotonic() + seconds
-    while not done.wait(_CHECK_SECONDS):
-        check()
-        if time.monotonic() > end:
-            raise TimeoutError(f"no answer within {seconds:g} s")
-    if errors:
-        raise errors[0]
-    return results[0]
+    return processes.call_within(seconds, run, check)
 
 
 # The job's key-value store: connections to it, and what to say of one that does not answer.
