@@ -47,8 +47,8 @@ from penstock.ir.kinds import Kind
 from penstock.runtime import Pipeline
 from penstock.runtime.program.program import Call
 from penstock.runtime.transport.eager import EagerMessages, host_bytes
+from penstock.runtime.transport.network import store_connection
 from penstock.runtime.transport.process_groups import gloo_group
-from penstock.runtime.transport.stores import store_connection
 
 RANKS, MICROBATCHES, DURATION, STEPS = 4, 8, 0.010, 9
 

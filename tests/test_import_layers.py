@@ -46,15 +46,15 @@ LAYERS = (
 RUNTIME_LAYERS = (
     {"torch_internals"},
     {"dtensors", "pytree", "training_log", "local_ranks"},
-    {"backward", "batch", "grad_scaler", "transport"},
+    {"backward", "batch", "transport"},
     {"data_parallel", "models", "states"},
     {"stage"},
     {"config"},
-    {"pipeline_arguments", "program"},
+    {"program"},
     {"failure"},
     {"session"},
     {"doctor", "pipeline"},
-    {"checkpoints", "demo", "verification"},
+    {"checkpoints", "demo", "grad_scaler", "verification"},
     {"runtime"},  # __init__.py, which gathers the public names
 )
 LAYER_OF = {package: layer for layer, packages in enumerate(LAYERS) for package in packages}

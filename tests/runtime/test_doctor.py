@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,7 +23,6 @@ from penstock import Costs, build
 from penstock.diagnostics import Check
 from penstock.runtime import doctor as ours
 from penstock.runtime.doctor import DistributedReport, _Place, check_addresses, check_launch
-from penstock.runtime.session.profile import LinkCosts
 from tests.support.pool import Pools
 
 TORCHRUN = {
@@ -117,7 +117,7 @@ def test_a_world_that_does_not_fit_the_schedule_is_named(pools: Pools) -> None:
 
 
 def test_an_edge_that_is_much_slower_than_the_others_is_a_warning() -> None:
-    measured = LinkCosts((1e-5, 1e-5, 1e-3), (1e10, 1e9, 1e10))
+    measured = np.array([[10_000, 100_000], [10_000, 1_000_000], [1_000_000, 100_000]])
     assert [check.verdict for check in ours._link_checks([measured], lambda *_: "here")] == [
         "ok",
         "warn",

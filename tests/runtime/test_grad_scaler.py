@@ -32,7 +32,8 @@ class OtherRanks:
 
 @pytest.mark.parametrize(("own", "other"), [(2.0, 0.0), (2.0, 1.0), (torch.inf, 0.0)])
 def test_a_step_is_made_only_if_no_rank_has_an_overflow(own: float, other: float) -> None:
-    pipeline, weight = OtherRanks(other), nn.Parameter(torch.zeros(1))
+    pipeline: Any = OtherRanks(other)
+    weight = nn.Parameter(torch.zeros(1))
     scaler, optimizer = GradScaler(pipeline, init_scale=4.0), SGD([weight], lr=1.0)
     assert pipeline.scaler is scaler
     weight.grad = torch.tensor([4 * own])
@@ -47,13 +48,14 @@ def test_a_step_is_made_only_if_no_rank_has_an_overflow(own: float, other: float
 def test_float16_gradients_are_refused() -> None:
     weight = nn.Parameter(torch.zeros(1, dtype=torch.float16))
     weight.grad = torch.ones_like(weight)
-    pipeline = OtherRanks(0)
+    pipeline: Any = OtherRanks(0)
     with pytest.raises(ValueError, match="float16 gradients cannot be unscaled"):
         GradScaler(pipeline).unscale_(SGD([weight], lr=1.0))
 
 
 def test_a_scaler_does_not_keep_its_pipeline() -> None:
-    scaler, weight = GradScaler(OtherRanks(0)), nn.Parameter(torch.zeros(1))
+    made: Any = OtherRanks
+    scaler, weight = GradScaler(made(0)), nn.Parameter(torch.zeros(1))
     weight.grad = torch.ones_like(weight)
     with pytest.raises(PipelineError, match="the pipeline of this GradScaler does not exist any more"):
         scaler.unscale_(SGD([weight], lr=1.0))

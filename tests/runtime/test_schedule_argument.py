@@ -11,7 +11,7 @@ from torch import nn
 from penstock import build
 from penstock.errors import PipelineError
 from penstock.ir.graph import StageGraph
-from penstock.runtime.pipeline_arguments import resolve_schedule
+from penstock.runtime.config import resolve_schedule
 
 TWO = build("1f1b", ranks=2, microbatches=4)
 

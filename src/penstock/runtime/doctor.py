@@ -10,12 +10,13 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from statistics import median
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -26,13 +27,19 @@ from penstock.arguments import install_command, plural, some
 from penstock.cost.costs import Costs
 from penstock.diagnostics import Check
 from penstock.families import build
+from penstock.ir.encoding import Ints
 from penstock.ir.schedule import Schedule
 from penstock.runtime.program.channel_ends import channels_between_ranks
-from penstock.runtime.session.profile import LinkCosts, compare_clocks, link_costs, measure_links
+from penstock.runtime.session.profile import LARGE_BYTES, compare_clocks, link_costs, measure_links
 from penstock.runtime.torch_internals.registry import VERIFIED, all_features, missing
-from penstock.runtime.transport.addresses import address_of_interface, address_of_route, connect
 from penstock.runtime.transport.communicator import Communicator
-from penstock.runtime.transport.stores import call_within, first_line
+from penstock.runtime.transport.network import (
+    address_of_interface,
+    address_of_route,
+    call_within,
+    connect,
+    first_line,
+)
 
 # --- the installation, in two processes ------------------------------------------------------------
 
@@ -372,13 +379,18 @@ def _measured(
     hosts: Sequence[str],
     limit: timedelta,
 ) -> DistributedReport:
-    """Connect the ranks of each pipeline as a pipeline does, and measure clocks and links."""
+    """Measure the links of each pipeline, and the clocks of all ranks, which logs show."""
     rank, world = dist.get_rank(), dist.get_world_size()
     schedule = given or build("gpipe", ranks=world, microbatches=1)
     replicas = world // schedule.num_ranks
     members = list(range(rank % replicas, world, replicas))
-    links = _links(schedule, members, rank // replicas, device, limit)
-    measured: list[LinkCosts] = [LinkCosts(*each) for each in _gathered(tuple(links))][:replicas]
+    with _connected(members, rank // replicas, schedule, device, limit) as communicator:
+        measured: list[Ints] = _gathered(measure_links(communicator, schedule, rank // replicas))
+    del measured[replicas:]
+    with _connected(range(world), rank, None, torch.device("cpu"), limit) as communicator:
+        ahead = compare_clocks(communicator, rank, world).offsets  # of clocks that start at the boot of a host
+    starts = _gathered(time.time() - time.perf_counter())
+    offsets = [start - starts[0] + offset for start, offset in zip(starts, ahead)]
     edges = [tuple(schedule.placement.stage_to_rank[stage] for stage in edge) for edge in schedule.graph.edges]
 
     def name(edge: int, replica: int) -> str:
@@ -386,33 +398,21 @@ def _measured(
         here, there = hosts[sender], hosts[receiver]
         return f"rank {sender} to {receiver}, " + (f"on {here}" if here == there else f"{here} to {there}")
 
-    results = [*checks, _clocks(rank, world, limit), *_link_checks(measured, name)]
-    speeds = zip(*(each.bandwidth for each in measured))
-    worst = LinkCosts(
-        tuple(map(max, zip(*(each.latency for each in measured)))),
-        tuple(min((speed for speed in of_edge if speed is not None), default=None) for of_edge in speeds),
-    )
-    return DistributedReport(tuple(results), link_costs(worst))
+    results = [*checks, _clock_check(offsets), *_link_checks(measured, name)]
+    return DistributedReport(tuple(results), link_costs(np.maximum.reduce(measured)))
 
 
-def _links(
-    schedule: Schedule, members: Sequence[int], rank: int, device: torch.device, limit: timedelta
-) -> LinkCosts:
+@contextmanager
+def _connected(
+    members: Sequence[int], rank: int, schedule: Schedule | None, device: torch.device, limit: timedelta
+) -> Iterator[Communicator | None]:
+    """Connect these ranks, as a pipeline with this schedule does; a single rank has no communicator."""
     if len(members) == 1:
-        return measure_links(None, schedule, rank)
-    channels = channels_between_ranks(schedule)
-    with closing(Communicator(members, rank, channels, schedule.microbatches, device, limit)) as communicator:
-        return measure_links(communicator, schedule, rank)
-
-
-def _clocks(rank: int, world: int, limit: timedelta) -> Check:
-    """Compare the clocks of the ranks that logs show."""
-    if world == 1:
-        return _clock_check([0.0])
-    with closing(Communicator(range(world), rank, [], 1, torch.device("cpu"), limit)) as communicator:
-        ahead = compare_clocks(communicator, rank, world).offsets  # of clocks that start at the boot of a host
-    starts = _gathered(time.time() - time.perf_counter())
-    return _clock_check([start - starts[0] + offset for start, offset in zip(starts, ahead)])
+        yield None
+        return
+    channels = [] if schedule is None else channels_between_ranks(schedule)
+    with closing(Communicator(members, rank, channels, 1, device, limit)) as communicator:
+        yield communicator
 
 
 def _clock_check(offsets: Sequence[float]) -> Check:
@@ -423,21 +423,21 @@ def _clock_check(offsets: Sequence[float]) -> Check:
     return Check("clocks", "ok", shown)
 
 
-def _link_checks(measured: Sequence[LinkCosts], name: Callable[[int, int], str]) -> list[Check]:
+def _link_checks(measured: Sequence[Ints], name: Callable[[int, int], str]) -> list[Check]:
     """Return one check for each edge between ranks of each pipeline; `name` is called with both numbers."""
     found = [
-        (edge, name(edge, replica), latency, speed)
-        for replica, each in enumerate(measured)
-        for edge, (latency, speed) in enumerate(zip(each.latency, each.bandwidth))
-        if speed is not None
+        (edge, name(edge, replica), latency, transfer)
+        for replica, links in enumerate(measured)
+        for edge, (latency, transfer) in enumerate(links.tolist())
+        if transfer
     ]
     if not found:
         return []
-    usual = median(latency for _, _, latency, _ in found), median(speed for *_, speed in found)
+    usual = median(latency for _, _, latency, _ in found), median(transfer for *_, transfer in found)
     checks = []
-    for edge, where, latency, speed in found:
-        shown = f"{where}: {latency * 1e6:.0f} us, {speed / 1e9:.2f} GB/s"
-        if slow := latency > _SLOW * usual[0] or speed < usual[1] / _SLOW:
+    for edge, where, latency, transfer in found:
+        shown = f"{where}: {latency / 1e3:.0f} us, {LARGE_BYTES / transfer:.2f} GB/s"
+        if slow := latency > _SLOW * usual[0] or transfer > _SLOW * usual[1]:
             shown += f"; {_SLOW} times worse than the others: check the interface (NCCL_SOCKET_IFNAME)"
         checks.append(Check(f"edge {edge}", "warn" if slow else "ok", shown))
     return checks

@@ -10,9 +10,8 @@ scaler.update()
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,29 +19,20 @@ from torch.optim import Optimizer
 
 from penstock.errors import PipelineError
 from penstock.runtime.dtensors import local
+from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.torch_internals.autograd import GradScalerBase, unscale_all
-
-
-class _Pipeline(Protocol):
-    """What a `GradScaler` uses of the pipeline."""
-
-    device: torch.device
-    scaler: Any
-
-    def all_reduce_max(self, compute: Callable[[], Tensor]) -> Tensor: ...
-    def check_gradients_complete(self) -> None: ...
 
 
 class GradScaler(GradScalerBase):
     """torch's GradScaler for the gradients of a pipeline, with the same options."""
 
-    def __init__(self, pipeline: _Pipeline, **options: Any) -> None:
+    def __init__(self, pipeline: Pipeline, **options: Any) -> None:
         super().__init__(pipeline.device, **options)
         self._reference = weakref.ref(pipeline)  # the pipeline refers to the scaler
         pipeline.scaler = self if self.is_enabled() else None  # replaces an earlier scaler
 
     @property
-    def _pipeline(self) -> _Pipeline:
+    def _pipeline(self) -> Pipeline:
         pipeline = self._reference()
         if pipeline is None:
             raise PipelineError(

@@ -24,16 +24,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.arguments import listed
-from penstock.errors import PenstockError, PipelineError
+from penstock.errors import PipelineError
 from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
 from penstock.runtime.batch import Batcher, Splitter
-from penstock.runtime.config import CustomFunction, ExecutionConfig, verify_schedule
-from penstock.runtime.data_parallel.gradient_norm import clip_grad_norm, model_groups
-from penstock.runtime.data_parallel.replica_group import ReplicaGroup
-from penstock.runtime.data_parallel.tied_weights import TiedNames, TiedWeights, find_tied_weights
-from penstock.runtime.grad_scaler import GradScaler
-from penstock.runtime.pipeline_arguments import (
+from penstock.runtime.config import (
+    CustomFunction,
+    ExecutionConfig,
     Stages,
     check_options,
     check_replicas_outside,
@@ -42,16 +39,19 @@ from penstock.runtime.pipeline_arguments import (
     losses_by_sink,
     modules_of_rank,
     resolve_schedule,
+    verify_schedule,
     with_losses,
 )
+from penstock.runtime.data_parallel.gradient_norm import clip_grad_norm, model_groups
+from penstock.runtime.data_parallel.replica_group import ReplicaGroup
+from penstock.runtime.data_parallel.tied_weights import TiedNames, TiedWeights, find_tied_weights
 from penstock.runtime.session.profile import Profile, Recorder
-from penstock.runtime.session.step_inputs import StepInputBuilder
-from penstock.runtime.session.step_runner import StepResult, StepRunner
+from penstock.runtime.session.step_runner import StepInputBuilder, StepResult, StepRunner
 from penstock.runtime.stage.memory import eval_mode, preserved_rng_state
 from penstock.runtime.states.writer import state_folder
 from penstock.runtime.torch_internals.data_parallel import fsdp_shards_by_stage
 from penstock.runtime.transport.process_groups import Group, group_timeout, members_of, process_group
-from penstock.runtime.transport.transport_errors import TransportError, transport_errors
+from penstock.runtime.transport.transport_errors import transport_errors
 
 
 class Pipeline:
@@ -136,7 +136,7 @@ class Pipeline:
             group if isinstance(group, DeviceMesh) else None,
             state_folder(state_dir),
         )
-        self.scaler: GradScaler | None = None
+        self.scaler: torch.amp.GradScaler | None = None
         """Scales the loss; set by a `GradScaler` of this pipeline."""
         self._reduces = True
         batcher = Batcher(self.schedule.microbatches, split, merge)
@@ -155,8 +155,8 @@ class Pipeline:
         if not self.schedule.table.has(Kind.B, Kind.I):
             return self.eval(*args, target=target, return_outputs=return_outputs, **kwargs)
         scale = 1.0 if self.scaler is None else self.scaler.get_scale()
-        return self._runner.step(
-            args, kwargs, target, scale=scale, reduces=self._reduces, keep_outputs=return_outputs
+        return self._runner.run(
+            "step", args, kwargs, target, scale=scale, reduces=self._reduces, keep_outputs=return_outputs
         )
 
     def eval(self, *args: Any, target: Any = None, return_outputs: bool = False, **kwargs: Any) -> StepResult:
@@ -171,7 +171,7 @@ class Pipeline:
             eval_mode(self._config.evaluated),
             preserved_rng_state(self.device),
         ):
-            return self._runner.eval(args, kwargs, target, keep_outputs=return_outputs)
+            return self._runner.run("eval", args, kwargs, target, keep_outputs=return_outputs)
 
     def fail(self, error: BaseException, *, training: bool = True) -> None:
         """Announce that this rank cannot make its next call of `step`, or of `eval`.
@@ -201,24 +201,11 @@ class Pipeline:
         self.check_gradients_complete()
         name, largest, power = "clip_grad_norm_()", float(max_norm), float(norm_type)
         options = {"max_norm": largest, "norm_type": power, "error_if_nonfinite": bool(error_if_nonfinite)}
-        with self._collective(name):
-            communicator = self._runner.begin_collective(name, options).communicator
-            model = self._config.trained, self._ties.counted_elsewhere
-            return clip_grad_norm(*model, communicator, largest, power, error_if_nonfinite=error_if_nonfinite)
-
-    @contextmanager
-    def _collective(self, name: str) -> Iterator[None]:
-        """Report a failed collective outside of steps: usually a rank has not called it."""
-        try:
-            with self._runner.connect().collective(name):
-                yield
-        except PenstockError as error:
-            if isinstance(error.__cause__, TransportError):
-                self._runner.discard()
-            raise  # on every rank
-        except BaseException:
-            self._runner.discard()  # wakes the ranks that wait for this one
-            raise
+        model = self._config.trained, self._ties.counted_elsewhere
+        with self._runner.collective(name, options) as connection:
+            return clip_grad_norm(
+                *model, connection.communicator, largest, power, error_if_nonfinite=error_if_nonfinite
+            )
 
     def check_gradients_complete(self) -> None:
         """Raise if there are gradients that are not reduced over all ranks yet."""
@@ -230,14 +217,14 @@ class Pipeline:
 
     def all_reduce_max(self, compute: Callable[[], Tensor]) -> Tensor:
         """The maximum of what each rank that trains this model computes: other stages, shards and replicas."""
-        with self._collective("unscaling by a GradScaler"):
-            communicator = self._runner.begin_collective("unscale_() of a GradScaler").communicator
+        with self._runner.collective("unscale_() of a GradScaler") as connection:
             largest = compute().clone()
             for group in model_groups(self._config.trained.values(), self._replication.groups):
                 with transport_errors():
                     dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-            if communicator is not None:
-                largest = torch.stack(communicator.all_gather(largest.cpu())).amax(0).to(largest.device)
+            if connection.communicator is not None:
+                all_ranks = connection.communicator.all_gather(largest.cpu())
+                largest = torch.stack(all_ranks).amax(0).to(largest.device)
         return largest
 
     @contextmanager
@@ -248,13 +235,12 @@ class Pipeline:
         """
         if self._runner.recorder is not None:
             raise PipelineError("this pipeline is already being profiled")
-        with self._collective("profile()"):
-            name = "profile(memory=True)" if memory else "profile()"
-            connection = self._runner.begin_collective(name, with_replica_peers=False)
+        name = "profile(memory=True)" if memory else "profile()"
+        with self._runner.collective(name, with_replica_peers=False) as connection:
             recorder = Recorder(connection, memory=memory)
         self._runner.recorder = recorder
         try:
-            yield self._runner.recorder.profile
+            yield recorder.profile
         finally:
             self._runner.recorder = None
 

@@ -48,12 +48,12 @@ from penstock.ir.graph import StageGraph
 from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
 from penstock.runtime.batch import Batcher
+from penstock.runtime.config import losses_by_sink
 from penstock.runtime.data_parallel.wrappers import split_graph
 from penstock.runtime.local_ranks import LocalRanks
 from penstock.runtime.models.decoders import is_pretrained
 from penstock.runtime.models.partition import split_evenly
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.pipeline_arguments import losses_by_sink
 from penstock.runtime.pytree import flatten
 
 __all__ = ["Deviation", "Verdict", "verdicts", "verify_gradients"]

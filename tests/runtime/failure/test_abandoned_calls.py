@@ -13,8 +13,8 @@ import sys, time
 from datetime import timedelta
 import torch.distributed as dist
 from penstock.runtime.failure.process_detector import detector_of_job
-from penstock.runtime.transport.stores import call_within
-from penstock.runtime.transport.stores import store_connection
+from penstock.runtime.transport.network import call_within
+from penstock.runtime.transport.network import store_connection
 
 class Large:
     def __del__(self, sleep=time.sleep):

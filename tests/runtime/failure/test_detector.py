@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.runtime.failure.detector import FailureDetector
-from penstock.runtime.failure.links import Ended, Listener, neighbours
-from penstock.runtime.failure.monitor import RankStatus
+from penstock.runtime.failure.links import Ended, Listener, RankStatus, neighbours
 from tests.runtime.failure.test_monitor import linked_detectors, until
 
 

@@ -11,7 +11,8 @@ from dataclasses import asdict, replace
 
 from penstock.errors import FailureKind
 from penstock.runtime.failure.detector import FailureDetector
-from penstock.runtime.failure.monitor import FailureCause, FailureMonitor, RankStatus
+from penstock.runtime.failure.links import FailureCause, RankStatus
+from penstock.runtime.failure.monitor import FailureMonitor
 
 CAUSE = FailureCause(1, FailureKind.EXCEPTION, 3, "ValueError: wrong", "Traceback", "1F0", 1, 0)
 

@@ -21,7 +21,7 @@ import penstock
 from penstock import PipelineError, StepFailedError
 from penstock.errors import FailureKind
 from penstock.processes import local_pid, process_name
-from penstock.runtime import pipeline_arguments as setup
+from penstock.runtime import config as setup
 from penstock.runtime.failure import report
 from penstock.runtime.failure.links import Ended
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock import build
 from penstock.errors import PipelineError
 from penstock.runtime.batch import Batcher
-from penstock.runtime.session.step_inputs import StepInputBuilder
+from penstock.runtime.session.step_runner import StepInputBuilder
 from penstock.runtime.stage.microbatch import StepInputs
 
 X, Y = torch.ones(8, 3), torch.ones(8)

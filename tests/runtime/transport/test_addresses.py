@@ -9,7 +9,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
-from penstock.runtime.transport.addresses import connect, listening_socket, own_address
+from penstock.runtime.transport.network import connect, listening_socket, own_address
 
 
 def test_the_address_is_that_of_the_interface_that_gloo_uses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from penstock.runtime.transport.stores import call_within
+from penstock.runtime.transport.network import call_within
 
 
 def test_results_and_errors_are_those_of_the_call() -> None:

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
+from penstock.runtime.transport.network import store_connection
 from penstock.runtime.transport.process_groups import abort_gloo_group, gloo_group, shut_down_gloo_groups
-from penstock.runtime.transport.stores import store_connection
 from tests.support.pool import Pools
 
 

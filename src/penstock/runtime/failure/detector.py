@@ -32,7 +32,7 @@ from penstock.runtime.failure.links import (
     check_message,
     end_message,
 )
-from penstock.runtime.transport.addresses import connect
+from penstock.runtime.transport.network import connect
 from penstock.traces.diagnose.rank_state import LostRank
 
 # Heartbeats of other ranks: how long each is silent, without the time this process was suspended itself.

@@ -22,46 +22,77 @@ import re
 import secrets
 import socket
 import time
-from typing import Any, NamedTuple
+from dataclasses import dataclass, is_dataclass
+from enum import Enum
+from types import UnionType
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from penstock.errors import FailureKind
-from penstock.runtime.transport.addresses import without_delay
-from penstock.traces.diagnose.rank_state import WaitKind
+from penstock.runtime.transport.network import without_delay
+from penstock.traces.diagnose.rank_state import Wait
 
 # The events that the failure detector reports: a message, the end of a process, a second that has passed.
 
 
+@dataclass(frozen=True)
+class FailureCause:
+    """Why and where a step failed."""
+
+    rank: int
+    """The rank of the pipeline `members` that failed."""
+    kind: FailureKind
+    call_number: int
+    """The number of the step or eval, in which both are counted."""
+    message: str
+    details: str = ""
+    """The original traceback."""
+    action: str = ""
+    stage: int | None = None
+    microbatch: int | None = None
+    process: str = ""
+    """The process of the rank, if it ended or does not answer."""
+    members: tuple[int, ...] = ()
+    """The world ranks of the pipeline."""
+    world_rank: int = -1
+    reporter: int = -1
+    """The world rank that noticed it."""
+    call_name: str = ""
+    """The step, eval or collective for messages, in which only steps are counted."""
+    place: str = ""
+    """Where it failed if that is in no action, to follow the rank."""
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """What a rank is doing."""
+
+    mode: str
+    """`step`, `eval` or the name of a collective, or `outside` if it runs none of them."""
+    call_number: int
+    """The number of its current or last step or eval."""
+    position: int
+    """The position in its list."""
+    awaited: Wait | None
+    """What it waits for; None if it computes."""
+    call_name: str = ""
+    """Its current or last step or eval for messages."""
+
+
 _LARGEST = 2**53
-_NUMBER_OR_NONE = int, type(None)
-_CAUSE = {
-    **dict.fromkeys(["rank", "call_number", "world_rank", "reporter"], int),
-    **dict.fromkeys(["action", "message", "details", "process", "call_name", "place"], str),
-    **dict.fromkeys(["stage", "microbatch"], _NUMBER_OR_NONE),
-    "kind": {kind.value for kind in FailureKind},
-    "members": [int],
-}
-_WAIT = {"kind": {kind.value for kind in WaitKind}, "what": str, "peer": _NUMBER_OR_NONE}
-_STATUS = {
-    "mode": str,
-    "call_number": int,
-    "position": int,
-    "awaited": (_WAIT, type(None)),
-    "call_name": str,
-}
-_QUESTION = {"question": str, "rank": int, "group": [int]}
+_QUESTION = {"question": str, "rank": int, "group": tuple[int, ...]}
 _SHAPES: dict[str, dict[str, Any]] = {
     "aborted": {"rank": int},
     "answer": {"question": str, "rank": int, "text": str},
     "broken": {**_QUESTION, "connection": str},
-    "cause": {"connection": str, "cause": _CAUSE},
+    "cause": {"connection": str, "cause": FailureCause},
     "end": {"rank": int, "process": str, "reason": str, "network_error": str},
     "silence": {"rank": int, "process": str, "seconds": float},
     "state": {"rank": int},
-    "status": {"connection": str, "rank": int, "status": _STATUS},
+    "status": {"connection": str, "rank": int, "status": RankStatus},
     "unmet": {**_QUESTION, "stages": str, "seconds": float, "are_replicas": bool},
     "withdrawn": {"rank": int, "stages": str},
 }
-"""The fields of each type of message: a type, a set of texts, a list, an object, or a tuple of alternatives."""
+"""The fields of each type of message."""
 
 
 class Ended(NamedTuple):
@@ -102,21 +133,24 @@ def check_message(message: dict[str, Any]) -> None:
         raise ValueError("not a message of this version")
 
 
-def _fits(value: Any, shape: Any) -> bool:
-    if isinstance(shape, tuple):
-        return any(_fits(value, each) for each in shape)
-    if isinstance(shape, dict):
-        is_object = isinstance(value, dict) and value.keys() == shape.keys()
-        return is_object and all(_fits(value[name], shape[name]) for name in shape)
-    if isinstance(shape, list):
-        return isinstance(value, list) and all(_fits(each, shape[0]) for each in value)
-    if isinstance(shape, set):
-        return isinstance(value, str) and value in shape
+def _fits(value: Any, wanted: Any) -> bool:
+    """Return whether a value of JSON can be read as this type, or has the keys of this dict with its types."""
+    if isinstance(wanted, UnionType):
+        return any(_fits(value, each) for each in get_args(wanted))
+    if is_dataclass(wanted):
+        return _fits(value, get_type_hints(wanted))
+    if isinstance(wanted, dict):
+        is_object = isinstance(value, dict) and value.keys() == wanted.keys()
+        return is_object and all(_fits(value[name], wanted[name]) for name in wanted)
+    if get_origin(wanted) is tuple:
+        return isinstance(value, list) and all(_fits(each, get_args(wanted)[0]) for each in value)
+    if issubclass(wanted, Enum):
+        return isinstance(value, str) and value in {each.value for each in wanted}
     if type(value) in (int, float) and not -_LARGEST < value < _LARGEST:  # nor NaN
         return False
-    if shape is float:
+    if wanted is float:
         return type(value) in (int, float)
-    return type(value) is shape  # True is no int
+    return type(value) is wanted  # True is no int
 
 
 class Listener:

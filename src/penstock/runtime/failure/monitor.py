@@ -11,13 +11,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from penstock.arguments import some
 from penstock.errors import FailureKind
 from penstock.runtime.failure.detector import SILENT_SECONDS, FailureDetector
-from penstock.runtime.failure.links import Ended, Listener
+from penstock.runtime.failure.links import Ended, FailureCause, Listener, RankStatus
 from penstock.runtime.states.writer import request_states
 from penstock.runtime.transport.transport_errors import TransportError
 from penstock.traces.diagnose.rank_state import Wait
@@ -35,50 +35,6 @@ _PRECEDENCE = {
     FailureKind.LOST: (4, 0),
 }
 """Without and with a process: an ended process explains exceptions, and both explain timeouts."""
-
-
-@dataclass(frozen=True)
-class FailureCause:
-    """Why and where a step failed."""
-
-    rank: int
-    """The rank of the pipeline `members` that failed."""
-    kind: FailureKind
-    call_number: int
-    """The number of the step or eval, in which both are counted."""
-    message: str
-    details: str = ""
-    """The original traceback."""
-    action: str = ""
-    stage: int | None = None
-    microbatch: int | None = None
-    process: str = ""
-    """The process of the rank, if it ended or does not answer."""
-    members: tuple[int, ...] = ()
-    """The world ranks of the pipeline."""
-    world_rank: int = -1
-    reporter: int = -1
-    """The world rank that noticed it."""
-    call_name: str = ""
-    """The step, eval or collective for messages, in which only steps are counted."""
-    place: str = ""
-    """Where it failed if that is in no action, to follow the rank."""
-
-
-@dataclass(frozen=True)
-class RankStatus:
-    """What a rank is doing."""
-
-    mode: str
-    """`step`, `eval` or the name of a collective, or `outside` if it runs none of them."""
-    call_number: int
-    """The number of its current or last step or eval."""
-    position: int
-    """The position in its list."""
-    awaited: Wait | None
-    """What it waits for; None if it computes."""
-    call_name: str = ""
-    """Its current or last step or eval for messages."""
 
 
 class FailureMonitor(Listener):

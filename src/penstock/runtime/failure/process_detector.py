@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing import util as processes
@@ -26,17 +26,17 @@ from penstock.errors import PipelineError
 from penstock.processes import CALL_THREAD, has_ended, process_name
 from penstock.runtime.config import ExecutionConfig
 from penstock.runtime.failure import report
-from penstock.runtime.failure.detector import SILENT_SECONDS, FailureDetector
+from penstock.runtime.failure.detector import FailureDetector
 from penstock.runtime.failure.links import Listener, neighbours
-from penstock.runtime.transport.addresses import listening_socket
-from penstock.runtime.transport.process_groups import abort_process_groups, rank_name
-from penstock.runtime.transport.stores import (
+from penstock.runtime.transport.network import (
     StoreSilentError,
     call_within,
+    listening_socket,
     open_connections,
     store_connection,
     unwrapped,
 )
+from penstock.runtime.transport.process_groups import abort_process_groups, rank_name
 from penstock.runtime.transport.transport_errors import TransportError, transport_errors
 
 T = TypeVar("T")
@@ -44,9 +44,7 @@ T = TypeVar("T")
 _PREFIX = "penstock/failure-detector"
 _LINK_SECONDS = 5.0
 _START_SECONDS = 5.0
-_ABORT_SECONDS = (
-    3.5  # a rank that is blocked in a collective has aborted its groups this long after a failed step
-)
+_ABORT_SECONDS = 3.5  # a rank that is blocked in a collective has aborted its groups by then, after a failure
 _current: list[tuple[weakref.ref[Any], FailureDetector]] = []
 
 
@@ -80,8 +78,21 @@ def detector_of_others(timeout: timedelta) -> FailureDetector | None:
 
 def link_members(detector: FailureDetector, members: Sequence[int], timeout: timedelta) -> None:
     """Link the ranks of a pipeline, all of which have started their failure detector."""
-    if set(members) - {detector.rank} - detector.linked():
-        _within(timeout, lambda: _link_members(detector, members))
+    others = set(members) - {detector.rank}
+    if others <= detector.linked():
+        return
+
+    def link() -> None:
+        with transport_errors():
+            store = store_connection("connect")
+        for other in sorted(others - detector.linked()):
+            if other > detector.rank:
+                _link(detector, store, other)
+        end = time.monotonic() + _LINK_SECONDS
+        while others - detector.linked() - set(detector.ended) and time.monotonic() < end:
+            time.sleep(0.005)
+
+    _within(timeout, link)
 
 
 def abort_groups() -> None:
@@ -132,17 +143,6 @@ def _start() -> FailureDetector:
     return detector
 
 
-def _link_members(detector: FailureDetector, members: Sequence[int]) -> None:
-    with transport_errors():
-        store = store_connection("connect")
-    for other in members:
-        if other > detector.rank and other not in detector.linked():
-            _link(detector, store, other)
-    end = time.monotonic() + _LINK_SECONDS
-    while set(members) - {detector.rank} - detector.linked() - set(detector.ended) and time.monotonic() < end:
-        time.sleep(0.005)
-
-
 def _link(detector: FailureDetector, store: Store, rank: int) -> None:
     """Link a rank whose detector has started, or learn that its process has ended since."""
     key = f"{_PREFIX}/{rank}"
@@ -157,21 +157,21 @@ def _link(detector: FailureDetector, store: Store, rank: int) -> None:
 # --- ranks lost in collectives of torch.distributed, and while ranks connect -----------------------------
 
 _NOTICE_SECONDS = 2.5  # how long the end of a process may take to be known here
-_CLOSE_SECONDS = (
-    2.0  # how long its connections may take to end; a process that it has forked may keep them open
-)
+_CLOSE_SECONDS = 2.0  # how long its connections may take to end; a process that it forked may keep them open
 
 
 @contextmanager
 def guarded_collective(members: Sequence[int]) -> Iterator[None]:
     """Abort the process groups of this process if a rank ends or is silent; then the collective raises."""
     detector = current_detector()
-    guard = None if detector is None else _Guard(detector, members)
+    if detector is None:
+        yield
+        return
+    guard = _Guard(detector, members)
     try:
         yield
     finally:
-        if detector is not None and guard is not None:
-            detector.remove_listener(guard)
+        detector.remove_listener(guard)
 
 
 class _Guard(Listener):
@@ -197,28 +197,21 @@ class _Guard(Listener):
 def describe_lost_ranks(members: Sequence[int], *, of_pipeline: bool = True) -> str:
     """Return which of these world ranks have ended or do not answer, after a collective with them has failed.
 
-    They are numbered as the ranks of a pipeline, or else by world rank alone.
+    They are numbered as the ranks of a pipeline, or else by world rank alone. Those that exited by themselves
+    are named only if there are no others.
     """
     detector = current_detector()
     if detector is None:
         return ""
     end = time.monotonic() + _NOTICE_SECONDS
-    names = [rank_name(*each) if of_pipeline else f"world rank {each[1]}" for each in enumerate(members)]
-    while not (texts := _lost_ranks(detector, dict(zip(members, names)))) and time.monotonic() < end:
+    while not (lost := detector.lost(members)) and time.monotonic() < end:
         time.sleep(0.02)
+    blamed = [rank for rank in lost if rank not in detector.ended or not detector.ended[rank].reason]
+    texts = []
+    for rank in blamed or lost:
+        name = rank_name(members.index(rank), rank) if of_pipeline else f"world rank {rank}"
+        texts.append(f"{name} {'does not answer' if lost[rank].is_silent else 'has ended'}: {lost[rank].text}")
     return "; ".join(texts)
-
-
-def _lost_ranks(detector: FailureDetector, names: Mapping[int, str]) -> list[str]:
-    """Return one text for each lost rank; those that exited by themselves only if there are no others."""
-    lost: list[str] = []
-    exited: list[str] = []
-    for member, name in names.items():
-        if (ended := detector.ended.get(member)) is not None:
-            (exited if ended.reason else lost).append(f"{name} {ended.verb}: {ended}")
-        elif detector.silence(member) > SILENT_SECONDS:
-            lost.append(f"{name} does not answer: {detector.describe_silence(member)}")
-    return lost or exited
 
 
 @contextmanager

@@ -31,11 +31,11 @@ from penstock.errors import FailureKind, PenstockError, PipelineError, StepFaile
 from penstock.ir.schedule import Schedule
 from penstock.processes import has_ended, local_pid
 from penstock.runtime.failure.detector import FailureDetector
-from penstock.runtime.failure.links import Ended
-from penstock.runtime.failure.monitor import FailureCause, FailureMonitor, RankStatus
+from penstock.runtime.failure.links import Ended, FailureCause, RankStatus
+from penstock.runtime.failure.monitor import FailureMonitor
 from penstock.runtime.program.program import Program
+from penstock.runtime.transport.network import first_line
 from penstock.runtime.transport.process_groups import rank_name
-from penstock.runtime.transport.stores import first_line
 from penstock.runtime.transport.transport_errors import TransportError
 from penstock.traces.diagnose.rank_state import excerpt
 
@@ -342,13 +342,9 @@ def _record(error: BaseException) -> None:
 def _wait_for_exit(detector: FailureDetector, reporter: int) -> None:
     """Wait until the launcher of the rank that reports has seen its end, if that can be known."""
     end = time.monotonic() + _EXIT_SECONDS
-    while _is_running(detector, reporter) and time.monotonic() < end:
+    while time.monotonic() < end:
+        ended = detector.ended.get(reporter)  # the process says that it ends before it does
+        if ended is not None and (local_pid(ended.process) is None or has_ended(ended.process)):
+            break
         time.sleep(0.02)
     time.sleep(_LAUNCHER_SECONDS)
-
-
-def _is_running(detector: FailureDetector, rank: int) -> bool:
-    if rank not in detector.ended:
-        return True
-    name = detector.ended[rank].process  # the process says that it ends before it does
-    return local_pid(name) is not None and not has_ended(name)

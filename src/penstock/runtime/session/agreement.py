@@ -128,7 +128,36 @@ _ADVICE = (
 )
 
 
-class CallAgreement:
+class _ControlMessages:
+    """Messages of one kind between this rank and others, received into a tensor for each rank."""
+
+    def __init__(self, communicator: Communicator | None) -> None:
+        self._communicator = communicator
+        self._received: dict[int, Tensor] = {}
+        self._pending: dict[int, Pending] = {}
+        self._sent: list[Pending] = []
+
+    def _post(self, purpose: ControlMessage) -> None:
+        """Post the receives."""
+        if (communicator := self._communicator) is not None:
+            tag = communicator.control_tag(purpose)
+            for rank, message in self._received.items():
+                self._pending[rank] = communicator.receive_host(message, rank, tag)
+
+    def _send(self, message: Tensor, ranks: Iterable[int], purpose: ControlMessage) -> None:
+        """Send to these ranks, which have received what was sent last: that call has ended on all ranks."""
+        if (communicator := self._communicator) is not None:
+            tag = communicator.control_tag(purpose)
+            self._sent = [communicator.send_host(message, rank, tag) for rank in ranks]
+
+    def abandon(self) -> None:
+        """Release everything that refers to the connections."""
+        self._pending.clear()
+        self._sent.clear()
+        self._communicator = None
+
+
+class CallAgreement(_ControlMessages):
     """Compares the calls of this rank and its peers, with which it exchanges the messages of the schedule.
 
     A rank announces its call when the call begins, so the announcement has arrived before the first message of
@@ -136,24 +165,18 @@ class CallAgreement:
     """
 
     def __init__(self, communicator: Communicator | None, rank: int, peers: Iterable[int]) -> None:
-        self._communicator, self._rank = communicator, rank
+        super().__init__(communicator)
+        self._rank = rank
         self._received = {peer: torch.zeros(_BYTES, dtype=torch.uint8) for peer in peers}
-        self._pending: dict[int, Pending] = {}
         self._own = torch.zeros(0)
-        self._sent: list[Pending] = []
 
     def begin(self, call: Mapping[str, object]) -> None:
         """Announce a call: its name, and everything else that must be the same on all ranks."""
-        if (communicator := self._communicator) is None:
-            return
         announced = announcement(call)
-        tag = communicator.control_tag(ControlMessage.CALL)
         # receives first: a rank that gets an announcement can rely on its own being delivered
-        for peer, received in self._received.items():
-            self._pending[peer] = communicator.receive_host(received, peer, tag)
-        # the announcement of the last call was received, because that call ended on all ranks
+        self._post(ControlMessage.CALL)
         self._own = announced
-        self._sent = [communicator.send_host(self._own, peer, tag) for peer in self._received]
+        self._send(announced, self._received, ControlMessage.CALL)
 
     def check(self, peer: int) -> None:
         """Raise unless this rank and its peer make the same call."""
@@ -170,12 +193,6 @@ class CallAgreement:
         """Check the peers that were not checked yet."""
         for peer in list(self._pending):
             self.check(peer)
-
-    def abandon(self) -> None:
-        """Release everything that refers to the connections."""
-        self._pending.clear()
-        self._sent.clear()
-        self._communicator = None
 
 
 def announcement(call: Mapping[str, object], size: int = _BYTES) -> Tensor:
@@ -194,7 +211,7 @@ def announced_call(announced: Tensor) -> dict[str, object]:
 # --- the end of a step ---------------------------------------------------------------------------------
 
 
-class StepCommit:
+class StepCommit(_ControlMessages):
     """Ends a step on all ranks together: no rank returns from it before every rank has finished it.
 
         other ranks                          rank of the last sink
@@ -211,8 +228,9 @@ class StepCommit:
     def __init__(
         self, communicator: Communicator | None, config: ExecutionConfig, sinks: Mapping[int, Stage]
     ) -> None:
+        super().__init__(communicator)
         schedule = config.schedule
-        self._communicator, self._config, self._sinks = communicator, config, sinks
+        self._config, self._sinks = config, sinks
         self._microbatches = schedule.microbatches
         ranks_of_sinks = [schedule.placement.stage_to_rank[sink] for sink in schedule.graph.sinks]
         self._source = ranks_of_sinks[-1]
@@ -222,9 +240,6 @@ class StepCommit:
         self._with_sinks = {rank for rank in ranks_of_sinks if rank != self._source}
         self._tensor_groups = _tensor_groups(config) if self._is_source else []
         self._message: Tensor
-        self._received: dict[int, Tensor] = {}
-        self._pending: dict[int, Pending] = {}
-        self._sent: list[Pending] = []
         self.awaited: Wait | None = None
         """What this rank waits for at the end of a step."""
         self.abort_requested = False
@@ -234,15 +249,10 @@ class StepCommit:
         """Post the receives."""
         self._message = self._empty()
         self.awaited = None
-        if (communicator := self._communicator) is None:
-            return
         self._received = {self._source: self._message}
         if self._is_source:
             self._received = {rank: self._finished_message(rank) for rank in self._others}
-        tag = communicator.control_tag(ControlMessage.FINISHED if self._is_source else ControlMessage.LOSSES)
-        self._pending = {
-            rank: communicator.receive_host(message, rank, tag) for rank, message in self._received.items()
-        }
+        self._post(ControlMessage.FINISHED if self._is_source else ControlMessage.LOSSES)
 
     def _empty(self) -> Tensor:
         """Whether there is a loss, the loss of the step, the losses of the microbatches."""
@@ -256,7 +266,7 @@ class StepCommit:
         if not self._is_source:
             finished = self._finished_message(self._config.rank)
             self._add_own(finished, weights)
-            self._send(finished, [self._source])
+            self._send(finished, [self._source], ControlMessage.FINISHED)
             with self._waiting(Wait(WaitKind.RECEIVE, "the losses", self._source)):
                 wait(self._pending.pop(self._source))
         else:
@@ -270,17 +280,10 @@ class StepCommit:
                 raise StepAbortedError
             # from here on the step has succeeded; nobody waits for a rank that dies before it receives this
             with suppress(TransportError):
-                self._send(self._message, self._others)
+                self._send(self._message, self._others, ControlMessage.LOSSES)
         if not self._message[0]:
             return None, None
         return float(self._message[1]), self._message[2:].clone()
-
-    def _send(self, message: Tensor, ranks: Sequence[int]) -> None:
-        """Send to these ranks; they have received what was sent in the last step, because they finished it."""
-        if (communicator := self._communicator) is not None:
-            purpose = ControlMessage.LOSSES if self._is_source else ControlMessage.FINISHED
-            tag = communicator.control_tag(purpose)
-            self._sent = [communicator.send_host(message, rank, tag) for rank in ranks]
 
     @contextmanager
     def _waiting(self, awaited: Wait) -> Iterator[None]:
@@ -327,12 +330,6 @@ class StepCommit:
                 for group in self._tensor_groups:
                     dist.all_reduce(token, group=group)
                 token.cpu()  # on a device, the host has not waited yet
-
-    def abandon(self) -> None:
-        """Release pending messages, which keep the connections open."""
-        self._pending.clear()
-        self._sent.clear()
-        self._communicator = None
 
 
 def _tensor_groups(config: ExecutionConfig) -> list[dist.ProcessGroup]:

@@ -22,7 +22,8 @@ from penstock.ir.kinds import Kind
 from penstock.runtime.config import ExecutionConfig
 from penstock.runtime.dtensors import Meshes
 from penstock.runtime.failure.detector import FailureDetector
-from penstock.runtime.failure.monitor import FailureCause, FailureMonitor, RankStatus
+from penstock.runtime.failure.links import FailureCause, RankStatus
+from penstock.runtime.failure.monitor import FailureMonitor
 from penstock.runtime.failure.process_detector import (
     abort_groups,
     connecting,
@@ -77,14 +78,14 @@ class Connection:
         self.communicator = None if detector is None else self._connect(detector)
         self.calls = CallAgreement(self.communicator, rank, peers_of(schedule, rank))
         self.replica_peers: ReplicaPeers | None = None
-        """Compares calls with ranks of other pipelines; set by `handshake`."""
+        """Compares calls with ranks of other pipelines; set after the handshake."""
         meshes = Meshes(list(config.modules.values()), config.mesh)
-        self._channels = ChannelEnds(schedule, rank, self.communicator, pool, meshes)
+        self.channels = ChannelEnds(schedule, rank, self.communicator, pool, meshes)
         self.stages: dict[int, Stage] = {}
-        self._sources = ValueSources(schedule, self._channels, config.modules)
+        self.sources = ValueSources(schedule, self.channels, config.modules)
         for index, module in config.modules.items():
             self.stages[index] = Stage(index, module, self._stage_config(index), activations, pool)
-        self._sources.stages.update(self.stages)
+        self.sources.stages.update(self.stages)
         self.sinks = {sink: self.stages[sink] for sink in schedule.graph.sinks if sink in self.stages}
         """The stages of this rank that feed no other."""
         self.commit = StepCommit(self.communicator, config, self.sinks)
@@ -132,8 +133,8 @@ class Connection:
             inputs=inputs,
             outputs=outputs,
             takers=takers,
-            input_source=self._sources.inputs(index),
-            gradient_source=self._sources.gradients(index),
+            input_source=self.sources.inputs(index),
+            gradient_source=self.sources.gradients(index),
             split_microbatches=microbatches_with(Kind.I, config.schedule, index),
             recomputed_microbatches=microbatches_with(Kind.RECOMPUTE, config.schedule, index),
             offloaded_microbatches=microbatches_with(Kind.OFFLOAD, config.schedule, index),
@@ -146,7 +147,7 @@ class Connection:
         )
 
     def _compiled(self) -> dict[str, Program]:
-        config, channels = self.config, self._channels
+        config, channels = self.config, self.channels
         context = ExecutionContext(
             self.stages,
             channels.sends,
@@ -172,7 +173,7 @@ class Connection:
     def begin(self, mode: str) -> Program:
         """Start a step or eval; return the program to run."""
         is_step = mode == "step"
-        self._channels.set_mode(training=is_step)
+        self.channels.set_mode(training=is_step)
         self.call_number += 1
         self.step_number += is_step
         self.call_name = f"{'step' if is_step else 'the eval after step'} {self.step_number}"
@@ -237,14 +238,6 @@ class Connection:
         if dist.get_world_size() > len(self.config.members):
             abort_groups()
 
-    def message_sizes(self) -> dict[tuple[Kind, int, int], int]:
-        """Bytes of the longest message of each send channel so far."""
-        return {key: channel.max_nbytes for key, channel in self._channels.sends.items()}
-
-    def receive_buffer_bytes(self) -> int:
-        """Bytes of messages whose receive is posted and that a stage has still to use."""
-        return self._sources.receive_buffer_bytes()
-
     # --- status ------------------------------------------------------------------------------------
 
     def status(self) -> RankStatus:
@@ -273,7 +266,7 @@ class Connection:
             self.replica_peers.close()
         if self.communicator is not None:
             self.communicator = None
-            self._channels.abandon()
+            self.channels.abandon()
             self.calls.abandon()
             self.commit.abandon()
         if self.monitor is not None:

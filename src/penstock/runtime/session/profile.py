@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter_ns
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -115,25 +115,25 @@ def _boot_id() -> int:
 
 # --- links ---------------------------------------------------------------------------------------------
 
-_SMALL, _LARGE = 64, 1 << 20  # bytes
+_SMALL_BYTES, LARGE_BYTES = 64, 1 << 20
 
 
-class LinkCosts(NamedTuple):
-    """Per edge between stages: seconds and bytes per second; 0 and None where the stages share a rank."""
-
-    latency: tuple[float, ...]
-    bandwidth: tuple[float | None, ...]
-
-
-def link_costs(network: LinkCosts) -> Costs:
-    """Return costs of links alone; an edge between stages of one rank is as fast as the fastest link."""
-    measured = [speed for speed in network.bandwidth if speed]
-    bandwidth = tuple(speed or max(measured) for speed in network.bandwidth) if measured else None
-    return Costs(latency=network.latency or 0.0, bandwidth=bandwidth)
+def link_costs(links: Ints) -> Costs:
+    """Return costs of measured links alone; an edge within a rank is as fast as the fastest link."""
+    latency, transfer = links.T
+    between_ranks = transfer > 0
+    bandwidth = None
+    if between_ranks.any():
+        fastest = transfer[between_ranks].min()
+        bandwidth = _listed(LARGE_BYTES / (np.where(between_ranks, transfer, fastest) / 1e9))
+    return Costs(latency=_listed(latency / 1e9) or 0.0, bandwidth=bandwidth)
 
 
-def measure_links(communicator: Communicator | None, schedule: Schedule, rank: int) -> LinkCosts:
-    """Measure each edge by round trips of small and large messages, one edge after the other."""
+def measure_links(communicator: Communicator | None, schedule: Schedule, rank: int) -> Ints:
+    """Measure each edge by round trips of small and large messages, one edge after the other.
+
+    Return per edge the nanoseconds of a small message, and how many more a large one takes; 0 within a rank.
+    """
     rank_of_stage, edges = schedule.placement.stage_to_rank, schedule.graph.edges
     found = np.zeros((len(edges), 2), dtype=np.int64)
     for edge, ends in enumerate(edges):
@@ -142,12 +142,11 @@ def measure_links(communicator: Communicator | None, schedule: Schedule, rank: i
             channels = 2 * int(schedule.table.carrier[edge]), 2 * edge + 1
             small, large = (
                 _round_trip(communicator, channels, there if rank == here else here, size, first=rank == here)
-                for size in (_SMALL, _LARGE)
+                for size in (_SMALL_BYTES, LARGE_BYTES)
             )
             found[edge] = small // 2, max((large - small) // 2, 1)  # which may be noise
-    taken = np.maximum.reduce(gather_arrays(communicator, found, [len(edges)] * schedule.num_ranks))
-    bandwidth = [_LARGE / (seconds / 1e9) if seconds else None for seconds in taken[:, 1].tolist()]
-    return LinkCosts(tuple((taken[:, 0] / 1e9).tolist()), tuple(bandwidth))
+    measured: Ints = np.maximum.reduce(gather_arrays(communicator, found, [len(edges)] * schedule.num_ranks))
+    return measured
 
 
 def _round_trip(
@@ -203,7 +202,7 @@ class LiveBytes:
             for part in program.steps[position].parts:
                 if part.microbatch is not None and not part.kind.is_communication:
                     self._count(stages[part.stage], part.kind, part.work_unit)
-            self._levels.append(connection.receive_buffer_bytes() + sum(self._held.values()))
+            self._levels.append(connection.sources.receive_buffer_bytes() + sum(self._held.values()))
 
         for stage in stages.values():
             stage.counts_bytes = True
@@ -314,7 +313,7 @@ class Recorder:
         config, communicator = connection.config, connection.communicator
         self._rank = config.rank
         self._ranks = len(config.members)
-        self._network = measure_links(communicator, config.schedule, self._rank)
+        self._links = measure_links(communicator, config.schedule, self._rank)
         self.profile = Profile(compare_clocks(communicator, self._rank, self._ranks))
         self._clock: Any = HostClock() if config.device.type == "cpu" else DeviceClock(config.device)
         counts = memory or config.schedule.table.has(Kind.OFFLOAD)
@@ -341,7 +340,7 @@ class Recorder:
         sizes = gather_arrays(communicator, _sizes(connection), [len(schedule.graph.edges)] * self._ranks)
         activation, gradient = np.maximum.reduce(sizes).T.tolist()
         links = replace(
-            link_costs(self._network),
+            link_costs(self._links),
             activation_message=tuple(activation) or 0.0,
             gradient_message=tuple(gradient) or 0.0,
         )
@@ -366,7 +365,7 @@ def _sizes(connection: Connection) -> Ints:
     """Return per edge on which this rank sends: bytes of an activation message and of a gradient message."""
     graph = connection.config.schedule.graph
     found = np.zeros((len(graph.edges), 2), dtype=np.int64)
-    for (kind, stage, peer), size in connection.message_sizes().items():
+    for (kind, stage, peer), channel in connection.channels.sends.items():
         edge = graph.number[(stage, peer) if kind is Kind.SEND_F else (peer, stage)]
-        found[edge, int(kind is Kind.SEND_B)] = size
+        found[edge, int(kind is Kind.SEND_B)] = channel.max_nbytes
     return found

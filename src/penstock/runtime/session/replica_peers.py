@@ -92,11 +92,6 @@ class PipelineRecord:
             return self.records.absent_peers(self, group)
         return "; ".join(filter(None, (lost, self.records.noticed_close(group))))
 
-    def raise_if_unpaired(self) -> None:
-        """Raise if another rank expects this pipeline among its replica peers."""
-        if problem := self.records.problem(self):
-            raise PipelineError(problem)
-
 
 class _Unmet(NamedTuple):
     """A rank has waited until its timeout for a group that this rank is in."""

@@ -10,20 +10,24 @@ from __future__ import annotations
 import logging
 import traceback
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from penstock.arguments import listed, printable, whole_number
-from penstock.errors import FailureKind, PenstockError, PipelineError
+from penstock.errors import BatchError, FailureKind, PenstockError, PipelineError
+from penstock.runtime.batch import Batcher
 from penstock.runtime.config import ExecutionConfig
 from penstock.runtime.data_parallel.tied_weights import TiedWeights
-from penstock.runtime.failure.monitor import FailureCause, FailureMonitor
+from penstock.runtime.dtensors import whole
+from penstock.runtime.failure.links import FailureCause
+from penstock.runtime.failure.monitor import FailureMonitor
 from penstock.runtime.failure.process_detector import connecting
 from penstock.runtime.failure.report import failure_cause, failure_report
 from penstock.runtime.program.program import CallType, Program, StepAbortedError
@@ -31,7 +35,6 @@ from penstock.runtime.session.agreement import COMPLETED, check_agreement
 from penstock.runtime.session.connection import Connection
 from penstock.runtime.session.profile import Recorder
 from penstock.runtime.session.replica_peers import PipelineRecord, ReplicaPeers
-from penstock.runtime.session.step_inputs import StepInputBuilder
 from penstock.runtime.stage.microbatch import LiveActivations, StepInputs
 from penstock.runtime.stage.stage import Stage
 from penstock.runtime.states.writer import flush_states, register_states, request_states
@@ -39,6 +42,121 @@ from penstock.runtime.transport.buffer_pool import BufferPool
 from penstock.runtime.transport.transport_errors import TransportError, is_transport_error
 from penstock.simulation.timeline import Timeline
 from penstock.traces.diagnose.rank_state import RankState, Wait, WaitKind
+
+_log = logging.getLogger("penstock")
+
+# --- the inputs of a step ------------------------------------------------------------------------------
+
+
+@dataclass
+class StepInputBuilder:
+    """How one rank prepares batches."""
+
+    config: ExecutionConfig
+    batcher: Batcher
+    tokens: Callable[[Any], int] | None
+    """Counts the tokens of a microbatch's target."""
+    average: bool
+    """Whether the loss of a step is the mean of the microbatches' losses, or else their sum."""
+    _has_warned: bool = field(default=False, init=False)
+
+    @property
+    def loss_options(self) -> dict[str, object]:
+        """What all ranks that compute a loss must have in common: how the losses are weighted."""
+        if not any(sink in self.config.modules for sink in self.config.schedule.graph.sinks):
+            return {}
+        return {"average=": self.average, "tokens=": "none" if self.tokens is None else "given"}
+
+    def build(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: object,
+        *,
+        scale: float,
+        training: bool,
+        keep_outputs: bool,
+    ) -> StepInputs:
+        """The inputs of one call of `step` or `eval`."""
+        if training and not torch.is_grad_enabled():
+            raise PipelineError("step() computes gradients, but gradients are disabled here: use eval()")
+        schedule, modules = self.config.schedule, self.config.modules
+        has_source, has_sink = (
+            any(stage in modules for stage in ends) for ends in (schedule.graph.sources, schedule.graph.sinks)
+        )
+        if training and not self.config.losses and has_sink:
+            raise PipelineError("step() needs a loss: give `loss=` to Pipeline, or use eval()")
+        args = args if has_source else ()
+        if has_source:
+            self._check_count(args)
+        rows: dict[str, int] = {}
+        split_args, split_kwargs = self.batcher.split_arguments(args, kwargs, rows)
+        all_rows, targets = dict(rows), None
+        if target is not None and has_sink:
+            targets = self.batcher.split_target(target, all_rows)
+        weights = [1 / schedule.microbatches if self.average else 1.0] * len(split_args)
+        if self.tokens is not None and targets is not None:
+            weights = self._token_weights([int(whole(self.tokens(part))) for part in targets])
+        elif targets is not None:
+            self._warn_if_uneven(all_rows)
+        return StepInputs(
+            self._by_source(split_args),
+            split_kwargs,
+            targets,
+            weights,
+            scale=scale,
+            training=training,
+            keep_outputs=keep_outputs,
+            rows=rows,
+            target_rows={path: count for path, count in all_rows.items() if path not in rows},
+        )
+
+    def _warn_if_uneven(self, rows: Mapping[str, int]) -> None:
+        """Say once that the mean over microbatches of different sizes is not that over the batch."""
+        microbatches = self.config.schedule.microbatches
+        uneven = [count for count in rows.values() if count % microbatches]
+        if uneven and self.average and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "%d rows are split into %d microbatches of %d and %d rows, and each microbatch counts alike: "
+                "the loss and its gradients are not those of the whole batch. Give tokens=len to Pipeline to "
+                "weigh microbatches by their rows, or another number of rows",
+                *(uneven[0], microbatches, uneven[0] // microbatches + 1, uneven[0] // microbatches),
+            )
+
+    def _check_count(self, args: tuple[Any, ...]) -> None:
+        sources = self.config.schedule.graph.sources
+        if len(sources) > 1 and len(args) != len(sources):
+            raise BatchError(
+                f"{len(args)} positional arguments are given, but there must be {len(sources)}, one for each "
+                f"stage that takes the batch: stage {listed(sources)}, in this order. A tuple is several "
+                "arguments of a stage, and None stands for those of a stage on another rank"
+            )
+
+    def _by_source(self, args: list[tuple[Any, ...]]) -> dict[int, list[tuple[Any, ...]]]:
+        """The arguments of each source on this rank: all of them if there is only one, else one each."""
+        sources = self.config.schedule.graph.sources
+        own = [(place, stage) for place, stage in enumerate(sources) if stage in self.config.modules]
+        if len(sources) == 1:
+            return {stage: args for _, stage in own}
+        return {stage: [_as_arguments(each[place]) for each in args] for place, stage in own}
+
+    def _token_weights(self, counts: list[int]) -> list[float]:
+        """Token counts as weights. Gradients are averaged over replicas, which may have other counts."""
+        replication = self.config.replication
+        local = torch.tensor(sum(counts), dtype=torch.float64)
+        total = float(replication.total(local, self.config.device))
+        if total <= 0 or min(counts) < 0:
+            raise PipelineError(
+                f"the targets of the microbatches have {counts} tokens: a loss weighted by tokens needs a "
+                "positive total and no negative count"
+            )
+        return [count * replication.count / total for count in counts]
+
+
+def _as_arguments(value: Any) -> tuple[Any, ...]:
+    return value if type(value) is tuple else (value,)
+
 
 # --- failed steps --------------------------------------------------------------------------------------
 
@@ -112,38 +230,6 @@ class StepResult:
     """The measured timeline of all ranks, inside `with pipeline.profile()`."""
 
 
-def handshake(
-    connection: Connection,
-    ties: TiedWeights,
-    completed: int,
-    options: Mapping[str, object],
-    record: PipelineRecord,
-) -> None:
-    """Raise unless this rank agrees with all others on the model, the completed calls and the loss options."""
-    config, communicator, problem = connection.config, connection.communicator, ""
-    if communicator is not None:
-        with connecting(config):
-            check_agreement(config, ties, completed, options, communicator)
-            communicator.connect_subgroups(ties.rank_groups)
-    record.begin(config, connection.peer_groups)
-    if connection.peer_groups:
-        try:
-            connection.replica_peers = ReplicaPeers(config, options, record)
-        except PipelineError as error:
-            problem = str(error)
-    if communicator is not None and dist.get_world_size() > len(config.members):
-        with connecting(config):  # the other ranks of this pipeline have other replica peers
-            problem = next(filter(None, communicator.exchange_texts(problem)), "")
-    if problem:
-        if connection.replica_peers is not None:
-            connection.replica_peers.abort()
-        raise PipelineError(problem)
-    if connection.monitor is not None and connection.replica_peers is not None:
-        connection.monitor.replica_peers = connection.replica_peers.ranks
-    record.records.connected(record)
-
-
-_log = logging.getLogger("penstock")
 _CLOSED = (
     "world rank {} trains the same stages and has closed its pipeline, by close() or because nothing refers to "
     "it any more, but this rank has not, and calls {}: all replicas must close their pipelines before the same "
@@ -204,11 +290,36 @@ class StepRunner:
                 text = "stage %d: the weight gradients of compiled modules are computed in I, not in W: %s"
                 _log.warning(text, index, names)
         try:
-            handshake(connection, self._ties, self._completed, self._input_builder.loss_options, self._record)
+            self._handshake(connection)
         except BaseException:
             connection.close()
             raise
         return connection
+
+    def _handshake(self, connection: Connection) -> None:
+        """Raise unless all ranks agree on the model, the completed calls and the loss options."""
+        config, communicator, problem = self._config, connection.communicator, ""
+        options, record, monitor = self._input_builder.loss_options, self._record, connection.monitor
+        if communicator is not None:
+            with connecting(config):
+                check_agreement(config, self._ties, self._completed, options, communicator)
+                communicator.connect_subgroups(self._ties.rank_groups)
+        record.begin(config, connection.peer_groups)
+        if connection.peer_groups:
+            try:
+                connection.replica_peers = ReplicaPeers(config, options, record)
+            except PipelineError as error:
+                problem = str(error)
+        if communicator is not None and dist.get_world_size() > len(config.members):
+            with connecting(config):  # the other ranks of this pipeline have other replica peers
+                problem = next(filter(None, communicator.exchange_texts(problem)), "")
+        if problem:
+            if connection.replica_peers is not None:
+                connection.replica_peers.abort()
+            raise PipelineError(problem)
+        if monitor is not None and connection.replica_peers is not None:
+            monitor.replica_peers = connection.replica_peers.ranks
+        record.records.connected(record)
 
     def close(self) -> None:
         """Close the connection; the next step connects again."""
@@ -240,48 +351,33 @@ class StepRunner:
 
     # --- running -----------------------------------------------------------------------------------
 
-    def step(self, *batch: Any, scale: float, reduces: bool, keep_outputs: bool) -> StepResult:
-        """Forward and backward."""
+    def run(
+        self, mode: str, *batch: Any, keep_outputs: bool, scale: float = 1.0, reduces: bool = True
+    ) -> StepResult:
+        """Run a `step`, which is forward and backward, or an `eval`, which is forward."""
         connection = self.connect()
         with ExitStack() as installed:
             for stage in connection.stages.values():
-                if stage.deferral is not None:
+                if mode == "step" and stage.deferral is not None:
                     installed.enter_context(stage.deferral.installed())
-            return self._run(connection, "step", batch, scale=scale, reduces=reduces, keep_outputs=keep_outputs)
-
-    def eval(self, *batch: Any, keep_outputs: bool) -> StepResult:
-        """Forward."""
-        return self._run(self.connect(), "eval", batch, scale=1.0, reduces=True, keep_outputs=keep_outputs)
-
-    def _run(
-        self,
-        connection: Connection,
-        mode: str,
-        batch: tuple[Any, ...],
-        *,
-        scale: float,
-        reduces: bool,
-        keep_outputs: bool,
-    ) -> StepResult:
-        self.activations.reset()
-        self.pool.peak = 0
-        program = connection.begin(mode)
-        try:
-            reduced = "reduced over all ranks" if reduces else "not reduced yet, inside accumulate()"
-            options = {"gradients": reduced, "loss scale": scale}
-            self._record.raise_if_unpaired()
-            self._config.replication.refresh()
-            self._announce(connection, f"{mode}()", options)
-            *_, target = batch
-            peers = connection.replica_peers
-            if mode == "step" or (peers and peers.has_collectives_in_eval(with_loss=target is not None)):
-                self._compare_with_peers(connection, f"{mode}()", options)
-            inputs = partial(self._input_builder.build, *batch, scale=scale, keep_outputs=keep_outputs)
-            result = self._run_call(connection, program, inputs, reduces=reduces)
-        except BaseException as error:  # noqa: BLE001 -- the other ranks must know of every failure
-            raise self._abort(error, connection, program)  # noqa: B904 -- it has its cause
-        finally:
-            connection.end()
+            self.activations.reset()
+            self.pool.peak = 0
+            program = connection.begin(mode)
+            try:
+                reduced = "reduced over all ranks" if reduces else "not reduced yet, inside accumulate()"
+                options = {"gradients": reduced, "loss scale": scale}
+                self._config.replication.refresh()
+                self._announce(connection, f"{mode}()", options)
+                *_, target = batch
+                peers = connection.replica_peers
+                if mode == "step" or (peers and peers.has_collectives_in_eval(with_loss=target is not None)):
+                    self._compare_with_peers(connection, f"{mode}()", options)
+                inputs = partial(self._input_builder.build, *batch, scale=scale, keep_outputs=keep_outputs)
+                result = self._run_call(connection, program, inputs, reduces=reduces)
+            except BaseException as error:  # noqa: BLE001 -- the other ranks must know of every failure
+                raise self._abort(error, connection, program)  # noqa: B904 -- it has its cause
+            finally:
+                connection.end()
         if self.recorder is not None and result.timeline is not None:
             self.recorder.keep(result.timeline)
         self._completed += 1
@@ -299,6 +395,8 @@ class StepRunner:
 
     def _announce(self, connection: Connection, name: str, options: Mapping[str, object]) -> None:
         """Tell the other ranks which call this rank makes; they compare it with theirs."""
+        if problem := self._record.records.problem(self._record):  # another rank expects this pipeline
+            raise PipelineError(problem)
         call = {"call": name, COMPLETED: self._completed, "inside profile()": self.recorder is not None}
         connection.calls.begin({**call, **options})
 
@@ -334,21 +432,30 @@ class StepRunner:
         loss, microbatch_losses = connection.commit.finish(inputs.weights)
         return StepResult(loss, microbatch_losses, outputs=outputs, timeline=timeline)
 
-    def begin_collective(
+    @contextmanager
+    def collective(
         self, name: str, options: Mapping[str, object] | None = None, *, with_replica_peers: bool = True
-    ) -> Connection:
-        """Return the connection for a collective outside of steps; raise if the ranks make different calls."""
-        connection = self.connect()
+    ) -> Iterator[Connection]:
+        """Yield the connection for a collective outside of steps; raise if the ranks make different calls."""
         try:
-            self._record.raise_if_unpaired()
-            self._announce(connection, name, options or {})
-            connection.calls.check_all()
-            if with_replica_peers:
-                self._compare_with_peers(connection, name, options or {})
+            connection = self.connect()
+            with connection.collective(name):
+                try:
+                    self._announce(connection, name, options or {})
+                    connection.calls.check_all()
+                    if with_replica_peers:
+                        self._compare_with_peers(connection, name, options or {})
+                except BaseException:
+                    self.discard()
+                    raise
+                yield connection
+        except PenstockError as error:
+            if isinstance(error.__cause__, TransportError):
+                self.discard()
+            raise  # on every rank
         except BaseException:
-            self.discard()
+            self.discard()  # wakes the ranks that wait for this one
             raise
-        return connection
 
     def _merged_outputs(self, sinks: Mapping[int, Stage]) -> Any:
         """Return the output of the only sink, or of each of several by stage; None on other ranks."""

@@ -81,18 +81,25 @@ def flush_states() -> None:
         writer.flush(_FLUSH_SECONDS)
 
 
+class _Files:
+    """The state files of one source."""
+
+    def __init__(self, source: StateSource, folder: Path, number: int) -> None:
+        self.source, self.folder, self.number = weakref.ref(source), folder, number
+        """`number` is that of the pipeline, among those with the same folder."""
+        self.progress: object = None
+        self.since = 0.0
+        """When the last progress was made."""
+        self.outdated: tuple[object, Path] | None = None
+        """The progress at which a stall or a failure was written, and the file."""
+
+
 class _Writer:
     """The thread of this process."""
 
     def __init__(self) -> None:
         self.requests: queue.Queue[tuple[str, StateSource | None, RankState | None]] = queue.Queue()
-        self._sources: list[tuple[weakref.ref[StateSource], Path, int]] = []
-        self._progress: weakref.WeakKeyDictionary[StateSource, tuple[object, float]]
-        self._progress = weakref.WeakKeyDictionary()
-        """Per source: its last progress, and when it was made."""
-        self._outdated: weakref.WeakKeyDictionary[StateSource, tuple[object, Path]]
-        self._outdated = weakref.WeakKeyDictionary()
-        """Per source: the progress at which a stall or a failure was written, and the file."""
+        self._files: list[_Files] = []
         self._after = _seconds_of(os.environ.get(_AFTER, "60"))
         self._read_end, self._write_end = os.pipe()
         self._waker, self._woken = socket.socketpair()
@@ -102,10 +109,10 @@ class _Writer:
         threading.Thread(target=self._run, name="penstock-states", daemon=True).start()
 
     def add(self, source: StateSource, folder: Path) -> None:
-        used = {number for _, own, number in self._alive() if own == folder}
+        self._files = [files for _, files in self._alive()]
+        used = {files.number for files in self._files if files.folder == folder}
         number = next(number for number in range(len(used) + 1) if number not in used)
-        self._sources = [each for each in self._sources if each[0]() is not None]
-        self._sources.append((weakref.ref(source), folder, number))
+        self._files.append(_Files(source, folder, number))
 
     def wake(self) -> None:
         with suppress(OSError):
@@ -123,7 +130,7 @@ class _Writer:
                 self._woken.recv(2**12)
             if self._read_end in ready and _drain(self._read_end):
                 self._write_all("signal")
-                for source, _, _ in self._alive():
+                for source, _ in self._alive():
                     with suppress(Exception):
                         source.ask_others()
             while not self.requests.empty():
@@ -134,32 +141,32 @@ class _Writer:
                     self.requests.task_done()
             self._check_progress()
 
-    def _alive(self) -> list[tuple[StateSource, Path, int]]:
-        found = ((reference(), folder, number) for reference, folder, number in list(self._sources))
-        return [(source, folder, number) for source, folder, number in found if source is not None]
+    def _alive(self) -> list[tuple[StateSource, _Files]]:
+        found = ((files.source(), files) for files in self._files)
+        return [(source, files) for source, files in found if source is not None]
 
     def _write_all(self, reason: str, only: StateSource | None = None, state: RankState | None = None) -> None:
-        for source, folder, number in self._alive():
+        for source, files in self._alive():
             if only is None or source is only:
                 with suppress(Exception):  # a diagnosis must never harm the run
-                    file = _write(state or source.rank_state(), folder, number, reason)
+                    file = _write(state or source.rank_state(), files, reason)
                     if state is not None:
-                        self._outdated[source] = _progress_of(source.rank_state()), file
+                        files.outdated = _progress_of(source.rank_state()), file
 
     def _check_progress(self) -> None:
         """Write the state of a pipeline that is at the same place for long; remove it if it goes on."""
-        for source, folder, number in self._alive():
+        for source, files in self._alive():
             with suppress(Exception):
                 state = source.rank_state()
                 progress, now = _progress_of(state), time.monotonic()
-                last, since = self._progress.get(source, (None, now))
-                if progress != last or state.mode == "outside":
-                    self._progress[source] = progress, now
-                elif now - since > self._after and source not in self._outdated:
-                    file = _write(state, folder, number, f"no progress for {now - since:.0f} s")
-                    self._outdated[source] = progress, file
-                if state.runs and self._outdated.get(source, (progress, None))[0] != progress:
-                    self._outdated.pop(source)[1].unlink(missing_ok=True)
+                if progress != files.progress or state.mode == "outside":
+                    files.progress, files.since = progress, now
+                elif now - files.since > self._after and files.outdated is None:
+                    file = _write(state, files, f"no progress for {now - files.since:.0f} s")
+                    files.outdated = progress, file
+                if state.runs and files.outdated is not None and files.outdated[0] != progress:
+                    files.outdated[1].unlink(missing_ok=True)
+                    files.outdated = None
 
 
 _writers: list[_Writer] = []
@@ -170,10 +177,10 @@ def _progress_of(state: RankState) -> object:
     return state.mode, state.step_number, state.position, state.awaits
 
 
-def _write(state: RankState, folder: Path, number: int, reason: str) -> Path:
+def _write(state: RankState, files: _Files, reason: str) -> Path:
     known = replace(
         state,
-        pipeline=number,
+        pipeline=files.number,
         process=process_name(),
         job="/".join(os.environ.get(name, "") for name in _JOB),
         reason=reason,
@@ -181,7 +188,7 @@ def _write(state: RankState, folder: Path, number: int, reason: str) -> Path:
         stacks=_stacks(),
         error=state.error[:_MAX_CHARACTERS],
     )
-    file = folder / state_file_name(known)
+    file = files.folder / state_file_name(known)
     write_text(dump_state(known), file)
     return file
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from enum import IntEnum
 from hashlib import sha256
@@ -20,8 +21,8 @@ from penstock.errors import PipelineError
 from penstock.runtime.torch_internals.distributed import new_nccl_group
 from penstock.runtime.transport.buffer_pool import Buffer
 from penstock.runtime.transport.eager import EAGER_BYTES, EagerMessages, host_bytes
+from penstock.runtime.transport.network import StoreSilentError, call_within, first_line, store_connection
 from penstock.runtime.transport.process_groups import abort_gloo_group, gloo_group, rank_name
-from penstock.runtime.transport.stores import StoreSilentError, call_within, first_line, store_connection
 from penstock.runtime.transport.transport_errors import Pending, TransportError, post, transport_errors, wait
 
 MessageGroup: TypeAlias = Any
@@ -46,90 +47,7 @@ T = TypeVar("T")
 
 _STORE_SECONDS = 2.0  # that the store has to answer beyond the timeout
 _POLL_SECONDS = 0.01
-_last_prefix: dict[tuple[int, ...], str] = {}  # by the ranks that connected under it
-
-
-class Rendezvous:
-    """The part of the job's store where the ranks of a pipeline find each other before they are connected.
-
-    Each connection of a pipeline has a key prefix that was never used before, because keys of an earlier one
-    may still be in the store. `members` are world ranks; `check` is called while a rank waits, and may raise.
-    """
-
-    def __init__(
-        self, members: Sequence[int], rank: int, timeout: timedelta, check: Callable[[], None]
-    ) -> None:
-        self.members, self.rank, self.timeout = tuple(members), rank, timeout
-        self._check = check
-        self.name = ""
-        """The key prefix, once the ranks have agreed on it."""
-
-    def call(self, call: Callable[[], T]) -> T:
-        """The result of a call that needs the store and the other ranks; if they fail, a `TransportError`."""
-
-        def attempt() -> T:
-            with transport_errors():
-                return call()
-
-        try:
-            return call_within(self.timeout.total_seconds() + _STORE_SECONDS, attempt, self._check)
-        except TimeoutError as error:
-            raise StoreSilentError(error) from error
-        except TransportError as error:
-            if isinstance(error.__cause__, dist.DistNetworkError):  # groups raise other errors
-                raise StoreSilentError(error) from error
-            why = f"every rank must create the pipeline, and no process may have died ({first_line(error)})"
-            raise TransportError(why + self._absent()) from error
-
-    def store(self, name: str, purpose: str = "connect") -> Store:
-        """The part of the store with this name, on the connection for this purpose."""
-        return PrefixStore(f"{self.name}/{name}", store_connection(purpose))
-
-    def begin(self) -> None:
-        """Agree on the prefix: rank 0 generates and announces it, the others read it."""
-        store = store_connection("connect")
-        if self.rank == 0:
-            self.name = f"{self._key}/{uuid.uuid4().hex}"
-            store.set(self._key, self.name)
-        else:
-            self.name = self._read_new_prefix(store)
-        _last_prefix[self.members] = self.name
-        self.store("present").set(f"{self.rank}", "")
-
-    def end(self) -> None:
-        """Remove the announcement, so that the next connection does not read it."""
-        store = store_connection("connect")
-        if self.rank == 0 and store.check([self._key]) and store.get(self._key).decode() == self.name:
-            store.delete_key(self._key)
-
-    @property
-    def _key(self) -> str:
-        return "penstock/" + "-".join(map(str, self.members))
-
-    def _read_new_prefix(self, store: Store) -> str:
-        last, end = _last_prefix.get(self.members), time.monotonic() + self.timeout.total_seconds()
-        while True:
-            store.wait([self._key], self.timeout)
-            prefix = store.get(self._key).decode() if store.check([self._key]) else ""
-            if prefix and prefix != last:
-                return prefix
-            if time.monotonic() > end:
-                raise TransportError("rank 0 has not announced a new connection")
-            time.sleep(_POLL_SECONDS)
-
-    def _absent(self) -> str:
-        """Return which ranks are missing, to be appended to an error."""
-
-        def find() -> list[int]:
-            present = self.store("present", "find absent ranks")  # a thread may wait on the other connection
-            return [rank for rank in range(len(self.members)) if not present.check([f"{rank}"])]
-
-        try:
-            absent = call_within(_STORE_SECONDS, find) if self.name else [0]  # which names it
-        except (RuntimeError, TimeoutError):
-            absent = []
-        return "".join(f"; {rank_name(each, self.members[each])} has not connected" for each in absent)
-
+_last_name: dict[tuple[int, ...], str] = {}  # by the ranks that connected under it
 
 # The process groups of one pipeline, connected before the first step.
 #
@@ -172,7 +90,10 @@ _FIRST_CONTROL_TAG = 2**31 - 1024  # above every tag of the schedule's messages
 
 
 class Communicator:
-    """The process groups and messages of tensors on them. Peers are ranks of the pipeline, not of the world."""
+    """The process groups and messages of tensors on them. Peers are ranks of the pipeline, not of the world.
+
+    `members` are world ranks; `check` is called while a rank waits for others to connect, and may raise.
+    """
 
     def __init__(
         self,
@@ -186,7 +107,8 @@ class Communicator:
     ) -> None:
         self.device = device
         self.size = len(members)
-        self._microbatches = microbatches
+        self._members, self._rank, self._timeout = tuple(members), rank, timeout
+        self._check, self._microbatches = check, microbatches
         self.single_group = single_group_suffices(device)
         """Whether all messages use one group, with the flags inside the messages."""
         self._edges: dict[int, MessageGroup] = {}
@@ -194,20 +116,81 @@ class Communicator:
         self._gloo_groups: list[MessageGroup] = []
         self._eager: EagerMessages
         self.name = ""
-        """The same on all ranks, and never used before."""
-        self._rendezvous = Rendezvous(members, rank, timeout, check)
-        self._rendezvous.call(lambda: self._connect(channels))
+        """The same on all ranks, once they have agreed on it, and never used before.
+
+        It is the prefix of this connection's keys in the job's store, which may have those of earlier ones.
+        """
+        self._call(lambda: self._connect(channels))
+
+    # --- connecting --------------------------------------------------------------------------------
+
+    def _call(self, call: Callable[[], T]) -> T:
+        """The result of a call that needs the store and the other ranks; if they fail, a `TransportError`."""
+
+        def attempt() -> T:
+            with transport_errors():
+                return call()
+
+        try:
+            return call_within(self._timeout.total_seconds() + _STORE_SECONDS, attempt, self._check)
+        except TimeoutError as error:
+            raise StoreSilentError(error) from error
+        except TransportError as error:
+            if isinstance(error.__cause__, dist.DistNetworkError):  # groups raise other errors
+                raise StoreSilentError(error) from error
+            why = f"every rank must create the pipeline, and no process may have died ({first_line(error)})"
+            raise TransportError(why + self._absent()) from error
+
+    def _absent(self) -> str:
+        """Return which ranks are missing, to be appended to an error."""
+
+        def find() -> list[int]:
+            present = self._store("present", "find absent ranks")  # a thread may wait on the other connection
+            return [rank for rank in range(self.size) if not present.check([f"{rank}"])]
+
+        try:
+            absent = call_within(_STORE_SECONDS, find) if self.name else [0]  # which names it
+        except (RuntimeError, TimeoutError):
+            absent = []
+        return "".join(f"; {rank_name(each, self._members[each])} has not connected" for each in absent)
+
+    def _store(self, name: str, purpose: str = "connect") -> Store:
+        """The part of the store with this name, on the connection for this purpose."""
+        return PrefixStore(f"{self.name}/{name}", store_connection(purpose))
+
+    @contextmanager
+    def _announced(self) -> Iterator[None]:
+        """Agree on the name: rank 0 generates and announces it, the others read it."""
+        store, key = store_connection("connect"), "penstock/" + "-".join(map(str, self._members))
+        if self._rank == 0:
+            self.name = f"{key}/{uuid.uuid4().hex}"
+            store.set(key, self.name)
+        else:
+            self.name = self._new_name(store, key)
+        _last_name[self._members] = self.name
+        self._store("present").set(f"{self._rank}", "")
+        try:
+            yield
+        finally:  # the next connection must not read it
+            if self._rank == 0 and store.check([key]) and store.get(key).decode() == self.name:
+                store.delete_key(key)
+
+    def _new_name(self, store: Store, key: str) -> str:
+        last, end = _last_name.get(self._members), time.monotonic() + self._timeout.total_seconds()
+        while True:
+            store.wait([key], self._timeout)
+            name = store.get(key).decode() if store.check([key]) else ""
+            if name and name != last:
+                return name
+            if time.monotonic() > end:
+                raise TransportError("rank 0 has not announced a new connection")
+            time.sleep(_POLL_SECONDS)
 
     def _connect(self, channels: Sequence[tuple[int, int, int]]) -> None:
-        rendezvous = self._rendezvous
-        rendezvous.begin()
-        self.name = rendezvous.name
-        try:
-            self._group = self._gloo_group("gloo", rendezvous.rank, self.size)
+        with self._announced():
+            self._group = self._gloo_group("gloo", self._rank, self.size)
             key = self.name.rsplit("/", 1)[-1]
-            self._eager = EagerMessages(
-                rendezvous.store("eager"), rendezvous.rank, self.size, key, rendezvous.timeout
-            )
+            self._eager = EagerMessages(self._store("eager"), self._rank, self.size, key, self._timeout)
             try:
                 if not self.single_group:
                     self._connect_edges(channels)
@@ -215,20 +198,18 @@ class Communicator:
             except RuntimeError:
                 self._eager.close()
                 raise
-        finally:
-            rendezvous.end()
 
     def _gloo_group(self, name: str, rank: int, size: int) -> MessageGroup:
-        group = gloo_group(self._rendezvous.store(name), rank, size, self._rendezvous.timeout)
+        group = gloo_group(self._store(name), rank, size, self._timeout)
         self._gloo_groups.append(group)
         return group
 
     def _device_group(self, name: str, rank: int, size: int) -> MessageGroup:
-        return device_group(self.device, self._rendezvous.store(name), rank, self._rendezvous.timeout, size)
+        return device_group(self.device, self._store(name), rank, self._timeout, size)
 
     def _connect_edges(self, channels: Sequence[tuple[int, int, int]]) -> None:
         """One communicator per directed edge. All ranks connect them in one order, so there is no deadlock."""
-        rank = self._rendezvous.rank
+        rank = self._rank
         for number, source, target in channels:
             if rank in (source, target):
                 edge = self._edges[number] = self._device_group(f"edge/{number}", int(rank == target), 2)
@@ -237,7 +218,7 @@ class Communicator:
 
     def connect_subgroups(self, subgroups: Sequence[tuple[int, ...]]) -> None:
         """One group for each of these sets of ranks, the same list on all ranks."""
-        rank, group = self._rendezvous.rank, self._gloo_group if self.single_group else self._device_group
+        rank, group = self._rank, self._gloo_group if self.single_group else self._device_group
 
         def connect() -> None:
             for ranks in subgroups:
@@ -247,11 +228,11 @@ class Communicator:
             if subgroups:
                 self.barrier()  # a rank that closes at once would break connections that others still establish
 
-        self._rendezvous.call(connect)
+        self._call(connect)
 
     def exchange_texts(self, own: str) -> list[str]:
         """Every rank's text."""
-        return self._rendezvous.call(lambda: self._all_texts(own))
+        return self._call(lambda: self._all_texts(own))
 
     def _all_texts(self, own: str) -> list[str]:
         data = np.frombuffer(own.encode(), dtype=np.uint8).astype(np.int64)
@@ -312,7 +293,7 @@ class Communicator:
         """
         number = int.from_bytes(sha256(tensor.numpy().tobytes()).digest()[:7], "big")
         least, most, distance = number, number, 1
-        tag, rank = self.control_tag(ControlMessage.EQUALITY), self._rendezvous.rank
+        tag, rank = self.control_tag(ControlMessage.EQUALITY), self._rank
         while distance < self.size:
             own, other = torch.tensor([least, most]), torch.empty(2, dtype=torch.int64)
             received = self.receive_host(other, (rank - distance) % self.size, tag)

@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from penstock.runtime.transport.addresses import connect, listening_socket, without_delay
+from penstock.runtime.transport.network import connect, listening_socket, without_delay
 from penstock.runtime.transport.transport_errors import Pending, TransportError
 
 EAGER_BYTES = 2**16

@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import Store
 from penstock.arguments import listed
 from penstock.errors import PipelineError
 from penstock.runtime.torch_internals.distributed import abort_registered_groups, new_gloo_group, timeout_of
-from penstock.runtime.transport.addresses import own_address
+from penstock.runtime.transport.network import own_address
 
 Group: TypeAlias = "dist.ProcessGroup | DeviceMesh | None"
 
