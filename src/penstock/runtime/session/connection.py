@@ -8,8 +8,7 @@ freed with the last reference to the pipeline.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -17,7 +16,6 @@ from uuid import uuid4
 
 import torch.distributed as dist
 
-from penstock.errors import PenstockError
 from penstock.ir.kinds import Kind
 from penstock.runtime.config import ExecutionConfig
 from penstock.runtime.dtensors import Meshes
@@ -32,7 +30,6 @@ from penstock.runtime.failure.process_detector import (
     raise_if_aborted,
     raise_if_ended,
 )
-from penstock.runtime.failure.report import collective_cause, collective_failure
 from penstock.runtime.program.channel_ends import (
     ChannelEnds,
     ValueSources,
@@ -47,8 +44,7 @@ from penstock.runtime.stage.microbatch import LiveActivations, StageConfig, micr
 from penstock.runtime.stage.stage import Stage
 from penstock.runtime.transport.buffer_pool import BufferPool
 from penstock.runtime.transport.communicator import Communicator
-from penstock.runtime.transport.transport_errors import TransportError
-from penstock.traces.diagnose.rank_state import Wait, WaitKind
+from penstock.traces.diagnose.rank_state import Wait
 
 T = TypeVar("T")
 
@@ -185,26 +181,6 @@ class Connection:
         if self.monitor is not None:
             self.monitor.begin()
         return program
-
-    @contextmanager
-    def collective(self, name: str) -> Iterator[None]:
-        """Messages outside of steps: if they fail, the error names the rank that ended, is silent or failed."""
-        self.mode, self.waiting_for = name, Wait(WaitKind.COLLECTIVE, "the other ranks")
-        try:
-            if self.monitor is not None:
-                self.monitor.begin()
-                self.monitor.raise_if_failed()
-            yield
-        except TransportError as error:
-            raise collective_failure(name, self.monitor, self.config.timeout, error) from error
-        except PenstockError:
-            raise  # on every rank
-        except BaseException as error:
-            if self.monitor is not None:
-                self.monitor.publish_cause(collective_cause(error, name, self.config.rank, self.status()))
-            raise
-        finally:
-            self.mode = "outside"
 
     def end(self) -> None:
         """End a step or eval, successful or not."""

@@ -29,7 +29,7 @@ from penstock.runtime.dtensors import whole
 from penstock.runtime.failure.links import FailureCause
 from penstock.runtime.failure.monitor import FailureMonitor
 from penstock.runtime.failure.process_detector import connecting
-from penstock.runtime.failure.report import failure_cause, failure_report
+from penstock.runtime.failure.report import collective_cause, collective_failure, failure_cause, failure_report
 from penstock.runtime.program.program import CallType, Program, StepAbortedError
 from penstock.runtime.session.agreement import COMPLETED, check_agreement
 from penstock.runtime.session.connection import Connection
@@ -436,26 +436,38 @@ class StepRunner:
     def collective(
         self, name: str, options: Mapping[str, object] | None = None, *, with_replica_peers: bool = True
     ) -> Iterator[Connection]:
-        """Yield the connection for a collective outside of steps; raise if the ranks make different calls."""
+        """Yield the connection for a collective outside of steps; raise if the ranks make different calls.
+
+        If messages fail, the error names the rank that ended, is silent or failed.
+        """
+        connection = self.connect()
+        monitor, is_agreed = connection.monitor, False
+        connection.mode, connection.waiting_for = name, _collective("the other ranks")
         try:
-            connection = self.connect()
-            with connection.collective(name):
-                try:
-                    self._announce(connection, name, options or {})
-                    connection.calls.check_all()
-                    if with_replica_peers:
-                        self._compare_with_peers(connection, name, options or {})
-                except BaseException:
-                    self.discard()
-                    raise
-                yield connection
+            if monitor is not None:
+                monitor.begin()
+                monitor.raise_if_failed()
+            self._announce(connection, name, options or {})
+            connection.calls.check_all()
+            if with_replica_peers:
+                self._compare_with_peers(connection, name, options or {})
+            is_agreed = True
+            yield connection
+        except TransportError as error:
+            failure = collective_failure(name, monitor, self._config.timeout, error)
+            self.discard()
+            raise failure from error
         except PenstockError as error:
-            if isinstance(error.__cause__, TransportError):
+            if not is_agreed or isinstance(error.__cause__, TransportError):
                 self.discard()
             raise  # on every rank
-        except BaseException:
+        except BaseException as error:
+            if monitor is not None:
+                monitor.publish_cause(collective_cause(error, name, self._config.rank, connection.status()))
             self.discard()  # wakes the ranks that wait for this one
             raise
+        finally:
+            connection.mode = "outside"
 
     def _merged_outputs(self, sinks: Mapping[int, Stage]) -> Any:
         """Return the output of the only sink, or of each of several by stage; None on other ranks."""
