@@ -122,7 +122,7 @@ def test_a_v_in_little_memory_beats_the_published_schedules_at_their_limits() ->
 
 
 def test_many_microbatches_keep_the_quality_of_few() -> None:
-    """The steady state of a good order is repeated: warm-up and drain matter less."""
+    """Warm-up and drain matter less."""
     gaps = [
         search(
             ranks=4,

@@ -22,7 +22,6 @@ def test_a_budget_of_seconds_does_not_count_moves() -> None:
 
 def test_a_part_of_a_budget_has_the_same_seed() -> None:
     assert Budget(10.0, 200, seed=7).part(0.25) == Budget(2.5, 50, seed=7)
-    assert Budget(100.0, None, seed=7).part(0.5, max_seconds=10.0) == Budget(10.0, None, seed=7)
 
 
 def test_the_best_schedule_under_jitter_has_the_lowest_quantile() -> None:

@@ -29,14 +29,13 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from math import inf
-from threading import Event
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -72,12 +71,17 @@ from penstock.search.seeds import (
     family_builders,
     grouped_schedules,
     list_scheduled,
-    repeat_steady_state,
     serial,
 )
 from penstock.simulation.simulator import Simulator, simulate
 from penstock.simulation.timeline import Timeline
 from penstock.validation import validate
+
+
+class _Choice(NamedTuple):
+    value: float
+    found_by: str
+    schedule: Schedule
 
 
 @dataclass(eq=False, kw_only=True)
@@ -93,6 +97,13 @@ class _Search(ABC):
     started: float = field(default_factory=perf_counter)
     moves_made: int = 0
     interrupted: bool = False
+    families: dict[str, float] = field(default_factory=dict)
+    """The objective of every family that fits."""
+    too_large: dict[str, float] = field(default_factory=dict)
+    """Peak memory of the others."""
+    skipped: list[str] = field(default_factory=list)
+    """Families and orders for which there was no time."""
+    runs: int = 0
 
     @property
     def seconds(self) -> float:
@@ -121,7 +132,8 @@ class _Search(ABC):
     def bound(self) -> Bound: ...
 
     @abstractmethod
-    def result(self) -> SearchResult: ...
+    def choices(self) -> list[_Choice]:
+        """The schedules to choose the result from."""
 
     def run(self) -> SearchResult:
         try:
@@ -135,38 +147,30 @@ class _Search(ABC):
     def _report(self, phase: str) -> None:
         self.on_progress(Progress(phase, self.best, self.bound.seconds, self.seconds, self.fraction))
 
-    def _best_of(self, schedules: Sequence[Schedule]) -> tuple[int, float | None]:
-        """The position of the best of these schedules, and with jitter its quantile; else the first is best."""
-        if self.jitter is None:
-            return 0, None
-        seed, budget = self.budget.seed, self.budget
-        return self.jitter.best(schedules, self.costs, seed, lambda: budget.is_over(self.seconds))
-
-    def _made(
-        self,
-        schedule: Schedule,
-        found_by: str,
-        quantile: float | None,
-        families: Mapping[str, float],
-        too_large: Mapping[str, float],
-        skipped: Sequence[str],
-        runs: int,
-    ) -> SearchResult:
-        timeline = simulate(schedule, self.costs, with_period=True)
+    def result(self) -> SearchResult:
+        """The best choice; with jitter, the one with the lowest quantile."""
+        choices = sorted(self.choices(), key=lambda choice: choice.value)
+        position, quantile = 0, None
+        if self.jitter is not None:
+            seed, is_over = self.budget.seed, lambda: self.budget.is_over(self.seconds)
+            schedules = [each.schedule for each in choices]
+            position, quantile = self.jitter.best(schedules, self.costs, seed, is_over)
+        best = choices[position]
+        timeline = simulate(best.schedule, self.costs, with_period=True)
         objective = self.problems[0].objective
         missing = [] if exact.available() else ["exact solver (ortools)"]
         missing += [] if COMPILED else ["compiled kernel (numba): moves are about 200 times slower without it"]
         return SearchResult(
-            schedule=schedule,
+            schedule=best.schedule,
             timeline=timeline,
             objective=objective,
             value=timeline.length(objective),
             bound=self.bound,
-            found_by=found_by,
-            families=families,
-            too_large=too_large,
-            skipped=tuple(dict.fromkeys(skipped)),
-            runs=runs,
+            found_by=best.found_by,
+            families=self.families,
+            too_large=self.too_large,
+            skipped=tuple(dict.fromkeys(self.skipped)),
+            runs=self.runs,
             seconds=self.seconds,
             interrupted=self.interrupted,
             missing=tuple(missing),
@@ -304,10 +308,10 @@ class PlacementSearch:
         rng: random.Random,
         pool: ThreadPoolExecutor,
         stop: Ints,
-        wait: Callable[..., None],
+        seconds: float | None,
         most: int | None,
     ) -> int:
-        """One round of concurrent annealing runs, of at most `most` moves in total; returns the moves made."""
+        """One round of concurrent annealing runs, within `seconds` and `most` moves; returns the moves made."""
         moves = self.moves_per_run if most is None else min(self.moves_per_run, -(-most // _TASKS))
         self.starts = sorted(self.starts, key=lambda each: each.value)[: 2 * _KEPT]
         tasks = []
@@ -318,7 +322,11 @@ class PlacementSearch:
             chosen = temperature, rng.choice(_FOCUS), rng.randrange(1 << 30)
             given = self.problem.arrays, start.order, self.problem.objective_index, moves
             tasks.append((start, pool.submit(anneal, *given, *chosen, stop)))
-        wait([task for _, task in tasks])
+        _, running = wait([task for _, task in tasks], timeout=seconds)
+        if running:
+            stop[0] = 1
+            wait(running)
+            stop[0] = 0
         total = 0
         for start, task in tasks:
             order, value, made, runs = task.result()
@@ -337,9 +345,9 @@ class PlacementSearch:
         pairs = sum((len(own) * m) ** 2 for own in self.problem.placement.stages_of_rank)
         return bool(steps <= _MAX_SOLVED_STEPS) and (pairs <= _MAX_SOLVED_PAIRS or not self.problem.can_pair)
 
-    def solve(self, effort: exact.Effort, stop: Event) -> None:
+    def solve(self, effort: exact.Effort) -> None:
         """Run the exact solver for a better order and a better bound."""
-        found = exact.solve(self.problem, self.kept[0].order, self.bound.seconds, effort, stop)
+        found = exact.solve(self.problem, self.kept[0].order, self.bound.seconds, effort)
         if gap_of(found.bound, self.bound.seconds):
             self.bound = Bound(
                 found.bound, "exact", "proved by the exact solver for all orders, microbatches in any order"
@@ -350,8 +358,6 @@ class PlacementSearch:
                 self.keep(FoundOrder(value, found.order, "exact solver"))
 
 
-_FEW_MICROBATCHES_SECONDS = 10.0
-"""Limit of the search with few microbatches whose steady state is repeated."""
 _FEW_RANKS_PART = 0.25
 """Of the time that is left after a first annealing, for bounds from a few ranks; states per move otherwise."""
 _RANKED_UNDER_JITTER = 6
@@ -385,20 +391,12 @@ def compile_kernels() -> None:
         anneal(problem.arrays, order, 0, 1, 1.0, 1.0, 0, np.zeros(1, np.int64))
 
 
-class _FoundSchedule(NamedTuple):
-    """A schedule to choose from."""
-
-    value: float
-    found_by: str
-    schedule: Schedule
-
-
 @dataclass(eq=False, kw_only=True)
 class _OrderSearch(_Search):
     rng: random.Random
     searches: list[PlacementSearch] = field(init=False)
-    stop: Event = field(default_factory=Event)
-    stop_moves: Any = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
+    stop: Ints = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
+    """Of annealing runs; see `anneal`."""
 
     def __post_init__(self) -> None:
         self.searches = [PlacementSearch(problem) for problem in self.problems]
@@ -427,11 +425,6 @@ class _OrderSearch(_Search):
         """Whether this fraction of the time is used; never with a budget of moves."""
         return self.budget.moves is None and self.fraction >= until
 
-    @property
-    def _is_finished(self) -> bool:
-        """Whether the result is optimal or the time is used."""
-        return self._is_late(1.0) or self.is_optimal
-
     # --- layers ------------------------------------------------------------------------------------
 
     def search(self) -> None:
@@ -443,46 +436,18 @@ class _OrderSearch(_Search):
             try:
                 self._optimize(pool)
             finally:
-                self.stop.set()
-                self.stop_moves[0] = 1
+                self.stop[0] = 1
 
     def _optimize(self, pool: ThreadPoolExecutor) -> None:
-        for search in self.searches:
-            if not self._is_finished:
-                self._repeat_steady_state(search)
         self._anneal(pool, until=0.15)
         for number, search in enumerate(self.searches):
-            if not self._is_finished:
+            if not (self._is_late(1.0) or self.is_optimal):
                 self._raise_bound(search, _FEW_RANKS_PART / (len(self.searches) - number))
         solvable = [search for search in self.searches if search.is_solvable and exact.available()]
         for number, search in enumerate(solvable):
             if not self.is_optimal:
                 self._solve(search, max(0.85 - self.fraction, 0.0) / (len(solvable) - number))
         self._anneal(pool, until=1.0)
-
-    def _repeat_steady_state(self, search: PlacementSearch) -> None:
-        """For many microbatches: search with few, and repeat the steady state of the best orders."""
-        enough = 3 * search.problem.placement.num_ranks
-        if search.problem.microbatches < 2 * enough:
-            return
-        few = replace(search.problem, microbatches=enough)
-        budget = self.budget.part(0.4 / len(self.searches), _FEW_MICROBATCHES_SECONDS)
-        small = _OrderSearch(
-            problems=[few],
-            costs=self.costs,
-            budget=budget,
-            jitter=None,
-            on_progress=lambda _: self._report("search with few microbatches"),
-            rng=self.rng,
-        )
-        small.search()
-        self.moves_made += small.moves_made
-        for candidate in small.searches[0].kept[:4]:
-            for order in repeat_steady_state(few, candidate.order, search.problem):
-                search.add_start(f"{candidate.found_by}, steady state repeated", order)
-                if self._is_finished:  # an order of millions of steps takes seconds
-                    return
-        self._report("repeating the steady state")
 
     def _anneal(self, pool: ThreadPoolExecutor, until: float) -> None:
         while self.fraction < until and not self.is_optimal:
@@ -492,24 +457,13 @@ class _OrderSearch(_Search):
             if len(open_searches) > 1 and search.rounds >= 4:  # the better one gets three rounds of four
                 better = min(open_searches, key=lambda each: each.best)
                 search = better if self.rng.random() < 0.75 else search
-            left = None if self.budget.moves is None else self.budget.moves - self.moves_made
-            self.moves_made += search.anneal(self.rng, pool, self.stop_moves, self._wait_until(until), left)
-            self._report("annealing")
-
-    def _wait_until(self, until: float) -> Callable[[list[Future[Any]]], None]:
-        """A function that waits for tasks, and stops them when this fraction of the time is used."""
-
-        def wait_for(tasks: list[Future[Any]]) -> None:
-            left = None
+            moves = seconds = None
             if self.budget.moves is None:
-                left = max(until * self.budget.seconds - self._reserved - self.seconds, 0.0)
-            _, running = wait(tasks, timeout=left)
-            if running:
-                self.stop_moves[0] = 1
-                wait(running)
-                self.stop_moves[0] = 0
-
-        return wait_for
+                seconds = max(until * self.budget.seconds - self._reserved - self.seconds, 0.0)
+            else:
+                moves = self.budget.moves - self.moves_made
+            self.moves_made += search.anneal(self.rng, pool, self.stop, seconds, moves)
+            self._report("annealing")
 
     def _raise_bound(self, search: PlacementSearch, part: float) -> None:
         """Raise the bound by all orders of a few ranks, with this part of the time left, or states per move."""
@@ -531,38 +485,29 @@ class _OrderSearch(_Search):
         seconds = part * (self.budget.moves or 0) / 20_000 if deterministic else part * self.budget.seconds
         effort = exact.Effort(seconds, deterministic, 1 if deterministic else usable_cores(), self.budget.seed)
         if seconds > 0:
-            search.solve(effort, self.stop)
+            search.solve(effort)
         if deterministic and self.budget.moves:
             self.moves_made += int(part * self.budget.moves)
         self._report("exact solver")
 
     # --- result ------------------------------------------------------------------------------------
 
-    def result(self) -> SearchResult:
-        choices = sorted(self._choices(), key=lambda choice: choice.value)
-        best, quantile = self._best_of([each.schedule for each in choices])
-        return self._made(
-            choices[best].schedule,
-            choices[best].found_by,
-            quantile,
-            families={name: value for each in self.searches for name, (_, value) in each.families.items()},
-            too_large={name: size for each in self.searches for name, size in each.too_large.items()},
-            skipped=[name for each in self.searches for name in each.skipped],
-            runs=sum(each.runs for each in self.searches),
-        )
-
-    def _choices(self) -> list[_FoundSchedule]:
+    def choices(self) -> list[_Choice]:
         """The families that fit, and the best orders found."""
-        found: list[_FoundSchedule] = []
+        found: list[_Choice] = []
         best = min((value for each in self.searches for _, value in each.families.values()), default=inf)
         for search in self.searches:
             for name, (schedule, value) in search.families.items():
-                found.append(_FoundSchedule(value, f"family {name}", schedule))
+                self.families[name] = value
+                found.append(_Choice(value, f"family {name}", schedule))
+            self.too_large |= search.too_large
+            self.skipped += search.skipped
+            self.runs += search.runs
             for candidate in search.kept[: _RANKED_UNDER_JITTER if self.jitter else 1]:
                 if self.jitter is None and best <= candidate.value:
                     continue  # a family is as good
                 schedule, value = search.problem.schedule_of(candidate.order, "searched")
-                found.append(_FoundSchedule(value, candidate.found_by, schedule))
+                found.append(_Choice(value, candidate.found_by, schedule))
         return found
 
 
@@ -772,11 +717,6 @@ class _Fitted:
 class _PolicySearch(_Search):
     fit: FitMemory
     kept: list[_Fitted] = field(default_factory=list)
-    families: dict[str, float] = field(default_factory=dict)
-    too_large: dict[str, float] = field(default_factory=dict)
-    skipped: list[str] = field(default_factory=list)
-    """Orders for which there was no time."""
-    runs: int = 0
 
     def search(self) -> None:
         self._fit_all(self._simply_fitted())
@@ -914,14 +854,13 @@ class _PolicySearch(_Search):
 
     # --- result ------------------------------------------------------------------------------------
 
-    def result(self) -> SearchResult:
+    def choices(self) -> list[_Choice]:
         if not self.kept:
             raise self._does_not_fit()
-        position, quantile = self._best_of([each.timeline.schedule for each in self.kept])
-        best = self.kept[position]
-        families = self.families or {each.found_by: each.value for each in self.kept}
-        schedule = best.timeline.schedule.renamed("searched")
-        return self._made(schedule, best.found_by, quantile, families, self.too_large, self.skipped, self.runs)
+        self.families = self.families or {each.found_by: each.value for each in self.kept}
+        return [
+            _Choice(each.value, each.found_by, each.timeline.schedule.renamed("searched")) for each in self.kept
+        ]
 
     def _does_not_fit(self) -> SearchError:
         limit = self.fit.costs.units.memory(self.fit.memory_limit)

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import combinations, product
-from threading import Event, Thread
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -57,18 +57,6 @@ Key = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Steps:
-    """The variables of the model."""
-
-    starts: dict[Key, Any] = field(default_factory=dict)
-    ends: dict[Key, Any] = field(default_factory=dict)
-    joined: dict[Key, Any] = field(default_factory=dict)
-    """Whether I and W are one B, by their two keys, where that can pay."""
-    pairs: dict[tuple[Key, Key, int], Any] = field(default_factory=dict)
-    """Whether an F and an I are a pair, with W in it (1) or without (0)."""
-
-
-@dataclass(frozen=True)
 class Unit:
     """Seconds per unit of the model's time, and whether all durations are multiples of it."""
 
@@ -101,7 +89,12 @@ class _Model:
     horizon: int
     ascending: bool
     """Whether a rank's first step is of the first microbatch that arrives: an optimum is then no bound."""
-    steps: Steps = field(default_factory=Steps)
+    starts: dict[Key, Any] = field(default_factory=dict)
+    ends: dict[Key, Any] = field(default_factory=dict)
+    joined: dict[Key, Any] = field(default_factory=dict)
+    """Whether I and W are one B, by their two keys, where that can pay."""
+    pairs: dict[tuple[Key, Key, int], Any] = field(default_factory=dict)
+    """Whether an F and an I are a pair, with W in it (1) or without (0)."""
 
     def _length(self, token: int) -> int:
         return self.unit.of(self.problem.arrays.seconds[token])
@@ -118,22 +111,22 @@ class _Model:
                 [(3 * s + kind, i) for s in own for i in range(self.problem.microbatches)] for kind in range(3)
             )
             for key in (*forwards, *backwards, *(weights if self.problem.split else ())):
-                self.steps.starts[key] = self.model.new_int_var(0, self.horizon, "")
+                self.starts[key] = self.model.new_int_var(0, self.horizon, "")
             for key in forwards:
-                end = self.steps.starts[key] + self._length(key[0])
-                self.steps.ends[key] = self._time() if self.problem.can_pair else end
+                end = self.starts[key] + self._length(key[0])
+                self.ends[key] = self._time() if self.problem.can_pair else end
             intervals = [self._backward(key, forwards) for key in backwards]
             intervals += map(self._forward, forwards)
             intervals += map(self._weight, weights if self.problem.split else ())
             self.model.add_no_overlap(intervals)
-        for token, i in self.steps.starts:
+        for token, i in self.starts:
             if i:
                 self._ascend((token, i - 1), (token, i))
 
     def _backward(self, key: Key, forwards: list[Key]) -> Any:
         """I, or B where backwards are not split: alone, joined with its W, or in a pair with any F."""
-        model, steps, (token, i) = self.model, self.steps, key
-        arrays, stage, start = self.problem.arrays, token // 3, self.steps.starts[key]
+        model, arrays, (token, i) = self.model, self.problem.arrays, key
+        stage, start = token // 3, self.starts[key]
         choices, whole = [(model.new_bool_var(""), self._length(token))], []
         if arrays.fused_seconds[stage] >= 0:
             choices.append((model.new_bool_var(""), self.unit.of(arrays.fused_seconds[stage])))
@@ -141,54 +134,53 @@ class _Model:
         for forward in forwards if self.problem.can_pair else ():
             for kind in range(2 if self.problem.split else 1) if forward != (token - 1, i) else ():
                 price = arrays.pair_seconds[forward[0] // 3, stage, kind]
-                steps.pairs[forward, key, kind] = var = model.new_bool_var("")
+                self.pairs[forward, key, kind] = var = model.new_bool_var("")
                 choices.append((var, self.unit.of(price)))
                 whole += [var] if kind else []
         if len(choices) == 1:
-            steps.ends[key] = start + choices[0][1]
+            self.ends[key] = start + choices[0][1]
             return model.new_fixed_size_interval_var(start, choices[0][1], "")
         model.add_exactly_one(var for var, _ in choices)
         if whole:
-            steps.joined[key] = steps.joined[token + 1, i] = model.new_bool_var("")
-            model.add(sum(whole) == steps.joined[key])
-        steps.ends[key], size = self._time(), model.new_int_var(0, max(units for _, units in choices), "")
+            self.joined[key] = self.joined[token + 1, i] = model.new_bool_var("")
+            model.add(sum(whole) == self.joined[key])
+        self.ends[key], size = self._time(), model.new_int_var(0, max(units for _, units in choices), "")
         model.add(size == sum(var * units for var, units in choices))
-        return model.new_interval_var(start, size, steps.ends[key], "")
+        return model.new_interval_var(start, size, self.ends[key], "")
 
     def _forward(self, key: Key) -> Any:
         """F; in a pair it starts and ends with an I, whose interval covers the pair."""
-        model, steps, length = self.model, self.steps, self._length(key[0])
-        pairs = [(var, back) for (forward, back, _), var in steps.pairs.items() if forward == key]
+        model, length = self.model, self._length(key[0])
+        pairs = [(var, back) for (forward, back, _), var in self.pairs.items() if forward == key]
         if not self.problem.can_pair:
-            return model.new_fixed_size_interval_var(steps.starts[key], length, "")
+            return model.new_fixed_size_interval_var(self.starts[key], length, "")
         alone = model.new_bool_var("")
         model.add_exactly_one([alone, *(var for var, _ in pairs)])
         for var, back in pairs:
-            model.add(steps.starts[key] == steps.starts[back]).only_enforce_if(var)
-            model.add(steps.ends[key] == steps.ends[back]).only_enforce_if(var)
-        return model.new_optional_interval_var(steps.starts[key], length, steps.ends[key], alone, "")
+            model.add(self.starts[key] == self.starts[back]).only_enforce_if(var)
+            model.add(self.ends[key] == self.ends[back]).only_enforce_if(var)
+        return model.new_optional_interval_var(self.starts[key], length, self.ends[key], alone, "")
 
     def _weight(self, key: Key) -> Any:
         """W; no time if it is joined with its I."""
-        start, length = self.steps.starts[key], self._length(key[0])
-        if (joined := self.steps.joined.get(key)) is None:
-            self.steps.ends[key] = start + length
+        start, length = self.starts[key], self._length(key[0])
+        if (joined := self.joined.get(key)) is None:
+            self.ends[key] = start + length
             return self.model.new_fixed_size_interval_var(start, length, "")
-        self.steps.ends[key] = self._time()
-        return self.model.new_interval_var(start, length - length * joined, self.steps.ends[key], "")
+        self.ends[key] = self._time()
+        return self.model.new_interval_var(start, length - length * joined, self.ends[key], "")
 
     def _ascend(self, first: Key, then: Key) -> None:
         """Two microbatches of a kind and stage: a W joined with its I does not wait for an earlier one."""
-        steps = self.steps
-        ordered = self.model.add(steps.starts[then] >= steps.ends[first])
-        if then[0] % 3 == WEIGHT_GRAD and then in steps.joined:
-            ordered.only_enforce_if(~steps.joined[then], ~steps.joined[first])
+        ordered = self.model.add(self.starts[then] >= self.ends[first])
+        if then[0] % 3 == WEIGHT_GRAD and then in self.joined:
+            ordered.only_enforce_if(~self.joined[then], ~self.joined[first])
 
     # --- precedence --------------------------------------------------------------------------------
 
     def add_precedence(self) -> None:
         """Every step starts after the arrival of its inputs."""
-        model, (starts, ends) = self.model, (self.steps.starts, self.steps.ends)
+        model, starts, ends = self.model, self.starts, self.ends
         messages = self.problem.arrays.messages
         arrivals = self._arrivals()
         consumer = np.repeat(np.arange(len(messages.input_bounds) - 1), np.diff(messages.input_bounds)).tolist()
@@ -197,7 +189,7 @@ class _Model:
                 model.add(starts[token + INPUT_GRAD, i] >= ends[token, i])
                 if self.problem.split:
                     model.add(starts[token + WEIGHT_GRAD, i] >= ends[token + INPUT_GRAD, i])
-                if (joined := self.steps.joined.get((token + INPUT_GRAD, i))) is not None:
+                if (joined := self.joined.get((token + INPUT_GRAD, i))) is not None:
                     at_once = model.add(starts[token + WEIGHT_GRAD, i] == ends[token + INPUT_GRAD, i])
                     at_once.only_enforce_if(joined)
             for token, message in zip(consumer, messages.inputs.tolist()):
@@ -210,7 +202,7 @@ class _Model:
 
         It starts when the last input of its microbatch arrives: the first microbatch, or any.
         """
-        messages, model, starts = self.problem.arrays.messages, self.model, self.steps.starts
+        messages, model, starts = self.problem.arrays.messages, self.model, self.starts
         waits_for = range(1 if self.ascending else self.problem.microbatches)
         for own in self.problem.placement.stages_of_rank:
             is_first = {s: model.new_bool_var("") for s in own}
@@ -233,10 +225,10 @@ class _Model:
         messages, leaves = self.problem.arrays.messages, {}
         for message, token in enumerate(messages.producer.tolist()):
             for i in range(self.problem.microbatches):
-                leaves[message, i] = self.steps.ends[token, i]
+                leaves[message, i] = self.ends[token, i]
                 if messages.seconds[message] > 0:
                     leaves[message, i] = self.model.new_int_var(0, self.horizon, "")
-                    self.model.add(leaves[message, i] >= self.steps.ends[token, i])
+                    self.model.add(leaves[message, i] >= self.ends[token, i])
         for channel in np.unique(messages.channel):
             queued = np.flatnonzero((messages.channel == channel) & (messages.seconds > 0)).tolist()
             self._queue(queued, leaves)
@@ -262,7 +254,7 @@ class _Model:
                 (~is_first, (two, j, second), (one, i, first)),
             ):
                 model.add(leaves[b, y] >= leaves[a, x] + taken[a]).only_enforce_if(literal)
-                model.add(self.steps.ends[other, y] >= self.steps.ends[token, x]).only_enforce_if(literal)
+                model.add(self.ends[other, y] >= self.ends[token, x]).only_enforce_if(literal)
 
     # --- memory and objective ----------------------------------------------------------------------
 
@@ -286,22 +278,67 @@ class _Model:
 
     def _life(self, stage: int, last: int, microbatch: int) -> Any:
         """From the start of F to the end of I or W."""
-        start, end = self.steps.starts[3 * stage, microbatch], self.steps.ends[3 * stage + last, microbatch]
+        start, end = self.starts[3 * stage, microbatch], self.ends[3 * stage + last, microbatch]
         return self.model.new_interval_var(start, self._time(), end, "")
 
     def objective(self, least: int) -> Any:
         """The last end, or the longest time between a rank's first start and its last end."""
-        problem, (starts, ends) = self.problem, (self.steps.starts, self.steps.ends)
+        problem = self.problem
         span, last = self.model.new_int_var(least, self.horizon, "objective"), problem.microbatches - 1
-        for (token, i), end in ends.items():
-            if token % 3 == FORWARD or (i < last and (token, i) not in self.steps.joined):
+        for (token, i), end in self.ends.items():
+            if token % 3 == FORWARD or (i < last and (token, i) not in self.joined):
                 continue
             if problem.objective == "makespan":
                 self.model.add(span >= end)
                 continue
             for other in problem.placement.stages_of_rank[problem.arrays.rank_of_stage[token // 3]]:
-                self.model.add(span >= end - starts[3 * other, 0])
+                self.model.add(span >= end - self.starts[3 * other, 0])
         return span
+
+    # --- from and to orders ------------------------------------------------------------------------
+
+    def add_hints(self, order: Ints) -> None:
+        """Start from an order: when its steps start, which backwards are joined, and which pairs there are."""
+        times = self.problem.start_times(order)
+        together: set[Key] = set()
+        pairs: dict[Key, Key] = {}
+        previous: Key = (-1, -1)
+        entries = number_entries(self.problem.arrays, order)
+        for token, number, is_joined, begin in zip(*(each.tolist() for each in (*entries, times))):
+            key = token, number
+            self.model.add_hint(self.starts[key], self.unit.of(begin))
+            if is_joined and token % 3 == WEIGHT_GRAD:
+                together |= {key, (token - 1, number)}
+            elif is_joined:
+                pairs[key] = previous
+            previous = key
+        for key, var in self.joined.items():
+            if key[0] % 3 == WEIGHT_GRAD:
+                self.model.add_hint(var, key in together)
+        for (forward, back, kind), var in self.pairs.items():
+            self.model.add_hint(var, pairs.get(back) == forward and (back in together) == bool(kind))
+
+    def order(self, solver: Any) -> Ints:
+        """The order of a solution; zero-length steps come before others that start with them."""
+        by_rank: list[list[tuple[int, bool, int, int]]] = [[] for _ in self.problem.placement.stages_of_rank]
+        joined = {key for key, var in self.joined.items() if solver.value(var)}
+        forward_of = {back: forward for (forward, back, _), var in self.pairs.items() if solver.value(var)}
+        inside = {*forward_of.values(), *(key for key in joined if key[0] % 3 == WEIGHT_GRAD)}
+        for (token, number), start in self.starts.items():
+            if (token, number) not in inside:
+                begin, end = solver.value(start), solver.value(self.ends[token, number])
+                rank = self.problem.arrays.rank_of_stage[token // 3]
+                by_rank[rank].append((begin, end > begin, number, token))
+        order: list[int] = []
+        for *_, number, token in (step for own in by_rank for step in sorted(own)):
+            if (token, number) in forward_of:
+                order += [forward_of[token, number][0], token | PAIRED]
+            else:
+                is_separate = token % 3 == WEIGHT_GRAD and (token, number) in self.joined
+                order.append(token | SEPARATE if is_separate else token)
+            if (token, number) in joined:
+                order.append(token + 1)
+        return np.array(order, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -331,27 +368,27 @@ def available() -> bool:
     return True
 
 
-def solve(problem: Problem, start: Ints, bound: float, effort: Effort, stop: Event) -> ExactResult:
-    """Find an order better than `start`, or raise the lower bound from `bound`; `stop` ends it early.
+def solve(problem: Problem, start: Ints, bound: float, effort: Effort) -> ExactResult:
+    """Find an order better than `start`, or raise the lower bound from `bound`.
 
     The bound holds for all orders, also for those that run microbatches in any order.
     """
     unit = unit_of(problem)
     if problem.objective != "span" or not unit.is_exact or problem.microbatches == 1:
-        return _solve(problem, start, bound, effort, stop, unit, ascending=False)
+        return _solve(problem, start, bound, effort, unit, ascending=False)
     half = replace(effort, seconds=effort.seconds / 2)
-    found = _solve(problem, start, bound, half, stop, unit, ascending=False)
+    found = _solve(problem, start, bound, half, unit, ascending=False)
     best = start
     if found.order is not None and problem.fits(found.order):
         best = min(start, found.order, key=problem.value)
-    if stop.is_set() or problem.value(best) <= found.bound * (1 + 1e-9):
+    if problem.value(best) <= found.bound * (1 + 1e-9):
         return ExactResult(best, found.bound)
-    other = _solve(problem, best, found.bound, half, stop, unit, ascending=True)
+    other = _solve(problem, best, found.bound, half, unit, ascending=True)
     return ExactResult(best if other.order is None else other.order, found.bound)
 
 
 def _solve(
-    problem: Problem, start: Ints, bound: float, effort: Effort, stop: Event, unit: Unit, *, ascending: bool
+    problem: Problem, start: Ints, bound: float, effort: Effort, unit: Unit, *, ascending: bool
 ) -> ExactResult:
     """Solve one model."""
     from ortools.sat.python import cp_model  # noqa: PLC0415 -- an extra
@@ -369,78 +406,32 @@ def _solve(
     built.add_precedence()
     built.add_memory()
     model.minimize(built.objective(least))
-    steps = built.steps
-    _add_hints(problem, model, steps, start, unit)
+    built.add_hints(start)
     solver = cp_model.CpSolver()
     solver.parameters.random_seed = effort.seed
     solver.parameters.catch_sigint_signal = False
     solver.parameters.num_workers = effort.workers
     limit = "max_deterministic_time" if effort.deterministic else "max_time_in_seconds"
     setattr(solver.parameters, limit, effort.seconds)
-    status = _solve_until(stop, solver, model)
+    status = _solve_in_thread(solver, model)
     # a start that is rounded down makes a span longer, by less than one unit
     rounding = 0 if unit.is_exact or problem.objective == "makespan" else 1
     bound = max(bound, (solver.best_objective_bound - rounding) * unit.seconds + optimizer_step)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return ExactResult(None, bound)
-    return ExactResult(_order(problem, solver, steps), bound)
+    return ExactResult(built.order(solver), bound)
 
 
-def _solve_until(stop: Event, solver: Any, model: Any) -> Any:
+def _solve_in_thread(solver: Any, model: Any) -> Any:
     """Solve in another thread, so that Ctrl-C reaches this one."""
     answers: list[Any] = []
     thread = Thread(target=lambda: answers.append(solver.solve(model)), daemon=True)
     thread.start()
     try:
-        while thread.is_alive() and not stop.is_set():
+        while thread.is_alive():
             thread.join(0.05)
     finally:
         if thread.is_alive():
             solver.stop_search()
         thread.join()
     return answers[0]
-
-
-def _add_hints(problem: Problem, model: Any, steps: Steps, order: Ints, unit: Unit) -> None:
-    """Start from an order: when its steps start, which backwards are joined, and which pairs there are."""
-    times = problem.start_times(order)
-    together: set[Key] = set()
-    pairs: dict[Key, Key] = {}
-    previous: Key = (-1, -1)
-    entries = number_entries(problem.arrays, order)
-    for token, number, is_joined, begin in zip(*(each.tolist() for each in (*entries, times))):
-        key = token, number
-        model.add_hint(steps.starts[key], unit.of(begin))
-        if is_joined and token % 3 == WEIGHT_GRAD:
-            together |= {key, (token - 1, number)}
-        elif is_joined:
-            pairs[key] = previous
-        previous = key
-    for key, var in steps.joined.items():
-        if key[0] % 3 == WEIGHT_GRAD:
-            model.add_hint(var, key in together)
-    for (forward, back, kind), var in steps.pairs.items():
-        model.add_hint(var, pairs.get(back) == forward and (back in together) == bool(kind))
-
-
-def _order(problem: Problem, solver: Any, steps: Steps) -> Ints:
-    """The order of a solution; zero-length steps come before others that start with them."""
-    by_rank: list[list[tuple[int, bool, int, int]]] = [[] for _ in problem.placement.stages_of_rank]
-    joined = {key for key, var in steps.joined.items() if solver.value(var)}
-    forward_of = {back: forward for (forward, back, _), var in steps.pairs.items() if solver.value(var)}
-    inside = {*forward_of.values(), *(key for key in joined if key[0] % 3 == WEIGHT_GRAD)}
-    for (token, number), start in steps.starts.items():
-        if (token, number) not in inside:
-            begin, end = solver.value(start), solver.value(steps.ends[token, number])
-            rank = problem.arrays.rank_of_stage[token // 3]
-            by_rank[rank].append((begin, end > begin, number, token))
-    order: list[int] = []
-    for *_, number, token in (step for own in by_rank for step in sorted(own)):
-        if (token, number) in forward_of:
-            order += [forward_of[token, number][0], token | PAIRED]
-        else:
-            is_separate = token % 3 == WEIGHT_GRAD and (token, number) in steps.joined
-            order.append(token | SEPARATE if is_separate else token)
-        if (token, number) in joined:
-            order.append(token + 1)
-    return np.array(order, dtype=np.int64)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
 from numbers import Real
 from typing import Any, TypeAlias, cast
 
@@ -313,10 +312,10 @@ class Budget:
         """Whether so many seconds have used it up; a number of moves has no time limit."""
         return self.moves is None and seconds >= self.seconds
 
-    def part(self, share: float, max_seconds: float = inf) -> Budget:
+    def part(self, share: float) -> Budget:
         """A share of the budget."""
         moves = None if self.moves is None else int(share * self.moves)
-        return Budget(min(share * self.seconds, max_seconds), moves, self.seed)
+        return Budget(share * self.seconds, moves, self.seed)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Orders that a search starts from: families, the serial order, list scheduling, repeated steady states."""
+"""Orders that a search starts from: families, the serial order, list scheduling."""
 
 # ruff: noqa: C901, PLR0912, PLR0915 -- a loop for a compiler
 # mypy: disable-error-code="no-untyped-call"
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import pairwise, product
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -20,8 +20,8 @@ from penstock.ir.encoding import Floats, Ints
 from penstock.ir.kinds import Kind
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
-from penstock.search.kernel import FORWARD, INPUT_GRAD, TOKEN, WEIGHT_GRAD, MessageArrays, ProblemArrays
-from penstock.search.problem import Problem, occurrences
+from penstock.search.kernel import FORWARD, INPUT_GRAD, WEIGHT_GRAD, MessageArrays, ProblemArrays
+from penstock.search.problem import Problem
 
 # List scheduling: builds an order step by step in time, by priority rules and within the memory limit.
 
@@ -242,53 +242,3 @@ def _filling_caps(problem: Problem, *, exceeding: bool) -> Ints:
             if sum(sizes[other] * caps[other] for other in own) + sizes[s] <= limit:
                 caps[s] += 1
     return caps
-
-
-# Orders for many microbatches from an order for few: its steady state is repeated.
-#
-# A part of a rank's list can be repeated if between its two ends every kind of step of every stage is done q
-# times:
-#
-#     list, 5 microbatches     F F F | I W F | I W F | I W I W I W          (one stage, q = 1)
-#     list, 8 microbatches     F F F | I W F | I W F | I W F | I W F | I W F | I W I W I W
-#
-# All ranks repeat a part for the same number of microbatches, from about the same time. Surplus microbatches
-# are removed.
-
-
-_MICROBATCHES = (1, 2, 3, 4, 6, 8, 12, 16)
-"""How many microbatches the repeated part has."""
-_STARTS = (0.35, 0.45, 0.55, 0.65)
-"""Where the repeated part starts, as a share of the order's time."""
-
-
-def repeat_steady_state(few: Problem, order: Ints, problem: Problem) -> Iterator[Ints]:
-    """Orders for `problem` from an order for `few`, the same problem with fewer microbatches."""
-    times, ranks = few.start_times(order), list(pairwise(few.arrays.rank_bounds.tolist()))
-    counts = [_counts(order[first:last] & TOKEN) for first, last in ranks]
-    for q, share in product(_MICROBATCHES, _STARTS):
-        if 2 * q > few.microbatches:
-            return
-        repeats = -(-(problem.microbatches - few.microbatches) // q)
-        found: list[Ints] = []
-        for (first, last), done in zip(ranks, counts):
-            # from a repeatable part's first position to its end, every kind of step is done q times
-            size = q * done.shape[1]
-            repeatable = np.flatnonzero((done[size:] - done[:-size] == q).all(axis=1))
-            if not len(repeatable):
-                break
-            near = np.abs(times[first + repeatable] - share * times.max()).argmin()
-            a = first + repeatable[near]
-            part = np.tile(order[a : a + size], repeats)
-            longer = np.concatenate((order[first:a], part, order[a:last]))
-            found.append(longer[occurrences(longer & TOKEN) < problem.microbatches])
-        else:
-            yield np.concatenate(found)
-
-
-def _counts(tokens: Ints) -> Ints:
-    """Per position of a list, and at its end: how often each of its tokens was done before."""
-    distinct, index = np.unique(tokens, return_inverse=True)
-    counts = np.zeros((len(tokens) + 1, len(distinct)), dtype=np.int64)
-    counts[np.arange(1, len(tokens) + 1), index] = 1
-    return counts.cumsum(axis=0)
