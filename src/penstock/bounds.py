@@ -298,6 +298,14 @@ class Workload:
         return max(limit - fixed_bytes_of(self.costs, own, self.placement.num_stages), 0.0)
 
 
+def gap_of(value: float, bound: float) -> float:
+    """The excess of a value over its lower bound, as a share of the bound; 0 proves it optimal."""
+    if not bound:
+        return math.inf if value else 0.0
+    gap = value / bound - 1
+    return 0.0 if gap < _ROUNDING else gap
+
+
 @dataclass(frozen=True, order=True)
 class Bound:
     """No order of the work can take less than `seconds`."""
@@ -308,13 +316,13 @@ class Bound:
 
     def gap(self, seconds: float) -> float:
         """How much longer than the bound this is, as a share of the bound; 0 is a proof of optimality."""
-        gap = seconds / self.seconds - 1 if self.seconds else 0.0
-        return 0.0 if abs(gap) < _ROUNDING else gap
+        return gap_of(seconds, self.seconds)
 
     def verdict(self, seconds: float) -> str:
         """Return what the bound says about an order that takes `seconds`, and why."""
         gap = self.gap(seconds)
-        return f"{f'gap <= {gap:.1%}' if gap else 'proved optimal'}: {self.because}"
+        known = f"gap <= {gap:.1%}" if math.isfinite(gap) else "the gap is unknown"
+        return f"{known if gap else 'proved optimal'}: {self.because}"
 
 
 def _worst(work: Workload, of: Callable[[int], float]) -> tuple[float, int]:

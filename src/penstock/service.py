@@ -285,6 +285,11 @@ def jitter_quantiles(
     return {f"p{q}": runs.quantile(q / 100) for q in QUANTILES}
 
 
+def comparison_record(timeline: Timeline) -> dict[str, Any]:
+    """Return the row of a simulated timeline with a period in a comparison."""
+    return asdict(comparison_of(timeline)) | {"gap": _finite(timeline.gap)}
+
+
 def simulation_record(
     timeline: Timeline, idle: Gaps, quantiles: dict[str, float] | None, *, streamed: bool = False
 ) -> dict[str, Any]:
@@ -292,7 +297,7 @@ def simulation_record(
 
     With `streamed`, the gaps, of which there can be very many, are an iterator.
     """
-    return asdict(comparison_of(timeline)) | {
+    return comparison_record(timeline) | {
         **_fields(timeline, "busy", "idle", "exposed_all_to_all"),
         "peak_memory_by_rank": timeline.peak_memory,
         "collectives": collectives_of(timeline),

@@ -251,3 +251,10 @@ def test_an_activation_is_held_no_longer_than_its_own_round_trip() -> None:
     # rank 0 holds a third of its memory for 50 + 50 + 1 forward and 1 + 1 + 1 backward; rank 2 all for 4 only
     assert residency.seconds == pytest.approx(104 / 3)
     assert residency.because.startswith("rank 0")
+
+
+def test_a_bound_of_no_seconds_proves_nothing_but_an_order_of_no_seconds() -> None:
+    timeline = simulate(penstock.build("dualpipev", ranks=2, microbatches=4), Costs(overlap=0))
+    assert (timeline.bound.seconds, timeline.makespan, timeline.gap) == (0, 18, float("inf"))
+    assert timeline.bound.verdict(timeline.makespan).startswith("the gap is unknown: ")
+    assert timeline.bound.verdict(0.0).startswith("proved optimal: ")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,6 +44,7 @@ from penstock.formats import write_bytes
 from penstock.service import (
     add_messages,
     collectives_of,
+    comparison_record,
     jitter_quantiles,
     render,
     simulation_record,
@@ -206,10 +206,10 @@ def compare(
         ]
     if output is not None:
         write_bytes(render(output.suffix.lower()[1:], timelines), output)
-    rows = [comparison_of(timeline) for timeline in timelines]
     if as_json:
-        print_json([asdict(row) for row in rows])
+        print_json(list(map(comparison_record, timelines)))
     else:
+        rows = [comparison_of(timeline) for timeline in timelines]
         print_table(comparison_table(rows))
         typer.echo("\n".join(["", *comparison_notes(rows, unit_costs=costs is None)]))
     say_written(output, as_json=as_json)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise, permutations
-from math import inf, isqrt
+from math import inf, isfinite, isqrt
 from os import PathLike
 from statistics import fmean
 from time import monotonic
@@ -352,7 +352,7 @@ class LayerOption(Option):
             "peak_memory_by_rank": list(self.timeline.peak_memory),
             "bound": self.bound.seconds,
             "bound_name": self.bound.name,
-            "gap": self.gap,
+            "gap": self.gap if isfinite(self.gap) else None,
             "found_by": self.found_by,
         }
 

@@ -66,7 +66,7 @@ from penstock.search import exact
 from penstock.search.kernel import PAIRED, anneal
 from penstock.search.passes import FitMemory, without_memory_actions
 from penstock.search.problem import Problem
-from penstock.search.request import Budget, Jitter, OnProgress, Progress, SearchResult, gap_of
+from penstock.search.request import Budget, Jitter, OnProgress, Progress, SearchResult
 from penstock.search.seeds import (
     family_builders,
     grouped_schedules,
@@ -257,7 +257,7 @@ class PlacementSearch:
                 if self._is_comparable(schedule):
                     self.add_family(schedule)
             self.family_seconds = max(self.family_seconds, perf_counter() - started)
-        if gap_of(self.best, self.bound.seconds):
+        if self.bound.gap(self.best):
             for schedule in grouped_schedules(self.problem):
                 if not is_late():
                     self.add_start(schedule.name, self.problem.order_of(schedule))
@@ -348,7 +348,7 @@ class PlacementSearch:
     def solve(self, effort: exact.Effort) -> None:
         """Run the exact solver for a better order and a better bound."""
         found = exact.solve(self.problem, self.kept[0].order, self.bound.seconds, effort)
-        if gap_of(found.bound, self.bound.seconds):
+        if self.bound.gap(found.bound):
             self.bound = Bound(
                 found.bound, "exact", "proved by the exact solver for all orders, microbatches in any order"
             )
@@ -475,7 +475,7 @@ class _OrderSearch(_Search):
 
         if search.bound.seconds < (best := self.best) < inf:
             for bound in rank_bounds(problem.work, problem.memory_limit, problem.objective, best, used):
-                if gap_of(bound.seconds, search.bound.seconds):
+                if search.bound.gap(bound.seconds):
                     search.bound = bound
             self._report("orders of a few ranks")
 
@@ -767,7 +767,7 @@ class _PolicySearch(_Search):
 
     @property
     def _is_done(self) -> bool:
-        return bool(self.kept) and not gap_of(self.best, self.bound.seconds)
+        return bool(self.kept) and not self.bound.gap(self.best)
 
     # --- policies ----------------------------------------------------------------------------------
 

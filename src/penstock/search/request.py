@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, TypeAlias, cast
 
 from penstock.arguments import plural, printable, some, whole_number
-from penstock.bounds import OBJECTIVES, Bound
+from penstock.bounds import OBJECTIVES, Bound, gap_of
 from penstock.cost.costs import Costs
 from penstock.cost.memory import activation_bytes, activation_limits, counting_activations, fixed_bytes
 from penstock.display import Displayed
@@ -24,7 +23,6 @@ from penstock.simulation.timeline import Timeline
 
 _PLACEMENTS = ("any", "loop", "v")
 _MAX_NUMBER = 1e18  # seconds or bytes
-_ROUNDING = 1e-9
 _MAX_SEARCHED = 1 << 20
 """Stages times microbatches; a single order of a larger problem takes longer than most time limits."""
 
@@ -182,14 +180,6 @@ def require_memory(placements: list[Placement], costs: Costs, limit: float | Non
         )
 
 
-def gap_of(value: float, bound: float) -> float:
-    """The excess of a value over its lower bound, as a share of the bound; 0 proves it optimal."""
-    if not bound:
-        return math.inf if value else 0.0
-    gap = value / bound - 1
-    return 0.0 if gap < _ROUNDING else gap
-
-
 def objective_errors(objective: str) -> Iterator[Message]:
     """Yield why this is no objective, if it is none."""
     if objective not in OBJECTIVES:
@@ -276,7 +266,7 @@ class SearchResult(Displayed):
     @property
     def gap(self) -> float:
         """The excess over the bound, as a share of the bound."""
-        return gap_of(self.value, self.bound.seconds)
+        return self.bound.gap(self.value)
 
     @property
     def proved(self) -> bool:

@@ -42,6 +42,7 @@ from penstock.service import (
     Source,
     check_record,
     command_line,
+    comparison_record,
     costs_file,
     costs_of_model,
     family_records,
@@ -53,7 +54,6 @@ from penstock.service import (
     run_record,
     search_record,
 )
-from penstock.simulation.comparison import comparison_of
 from penstock.simulation.simulator import message_waits, simulate
 from penstock.simulation.timeline import Timeline
 from penstock.traces.read.measured_run import read_trace
@@ -260,7 +260,7 @@ def _within_limits(schedule: Schedule) -> Schedule:
 
 def row_of(timeline: Timeline, memory_limit: float | None) -> dict[str, Any]:
     """Return the row of `compare`, the reason for its bound, and whether it fits."""
-    return asdict(comparison_of(timeline)) | {
+    return comparison_record(timeline) | {
         "bound_reason": timeline.bound.because,
         "peak_memory_by_rank": timeline.peak_memory,
         "fits": _fits(timeline, memory_limit),
