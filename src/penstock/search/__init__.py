@@ -83,7 +83,7 @@ def search(
     else:
         require_memory(placements, counted, limit)
 
-    from penstock.search.driver import run, run_with_policies  # noqa: PLC0415
+    from penstock.search.driver import run  # noqa: PLC0415
     from penstock.search.problem import Problem  # noqa: PLC0415 -- compiled code takes a second to load
 
     problems = [
@@ -91,10 +91,10 @@ def search(
     ]
     budget = Budget(float(seconds), None if moves is None else int(moves), int(seed))
     ranking = None if jitter is None else Jitter(jitter, quantile)
+    fit = None
     if limit is not None and (recompute or offload):
         fit = FitMemory(limit, counted, recompute, offload, objective=objective)
-        return run_with_policies(problems, fit, budget, ranking, on_progress or (lambda _: None))
-    return run(problems, costs or Costs(), budget, ranking, on_progress or (lambda _: None))
+    return run(problems, costs or Costs(), budget, ranking, on_progress or (lambda _: None), fit)
 
 
 make_callable(__name__, search)

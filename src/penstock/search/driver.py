@@ -84,7 +84,7 @@ class _Choice(NamedTuple):
     schedule: Schedule
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class _Search(ABC):
     """What both searches have: problems, a budget, and a result."""
 
@@ -104,6 +104,10 @@ class _Search(ABC):
     skipped: list[str] = field(default_factory=list)
     """Families and orders for which there was no time."""
     runs: int = 0
+
+    @cached_property
+    def rng(self) -> random.Random:
+        return random.Random(self.budget.seed)  # noqa: S311 -- no secret
 
     @property
     def seconds(self) -> float:
@@ -369,14 +373,22 @@ _RESULT_FAMILIES = 3.0
 
 
 def run(
-    problems: Sequence[Problem], costs: Costs, budget: Budget, jitter: Jitter | None, on_progress: OnProgress
+    problems: Sequence[Problem],
+    costs: Costs,
+    budget: Budget,
+    jitter: Jitter | None,
+    on_progress: OnProgress,
+    fit: FitMemory | None = None,
 ) -> SearchResult:
-    """Search all problems and return the best schedule; its timeline is simulated with `costs`."""
-    compile_kernels()
-    rng = random.Random(budget.seed)  # noqa: S311 -- no secret
-    return _OrderSearch(
-        problems=problems, costs=costs, budget=budget, jitter=jitter, on_progress=on_progress, rng=rng
-    ).run()
+    """Search all problems, with `fit` its memory policies too; the best schedule is simulated with `costs`.
+
+    Raises if even the least that a policy leaves exceeds the limit on a rank.
+    """
+    if fit is None:
+        compile_kernels()
+        return _OrderSearch(problems, costs, budget, jitter, on_progress).run()
+    _require_feasible(problems, fit)
+    return _PolicySearch(problems, costs, budget, jitter, on_progress, fit=fit).run()
 
 
 @cache
@@ -391,9 +403,8 @@ def compile_kernels() -> None:
         anneal(problem.arrays, order, 0, 1, 1.0, 1.0, 0, np.zeros(1, np.int64))
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class _OrderSearch(_Search):
-    rng: random.Random
     searches: list[PlacementSearch] = field(init=False)
     stop: Ints = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
     """Of annealing runs; see `anneal`."""
@@ -696,6 +707,7 @@ def _timeline_of(schedule: Schedule, costs: Costs, objective: str) -> Timeline |
 
 _KERNEL_MOVES = 200
 """Moves of the compiled kernel that a simulated move counts as."""
+_MOVES_PER_START = 200
 _KEPT_WITH_POLICIES = 6
 _SHARE_OF_POLICIES = 0.8
 """Of the time; then no policy is tried any more, but for a first one that fits."""
@@ -789,20 +801,17 @@ class _PolicySearch(_Search):
                 break
             if self._has_no_time_left():
                 self.skipped.append(schedule.name)
+                continue
+            try:
+                timeline = self.fit.fitted(schedule, self._is_late)
+            except SearchError:
+                self.too_large[schedule.name] = max(simulate(schedule, self.fit.costs).peak_memory)
             else:
-                self._fit(schedule)
-                self._report("policies")
-
-    def _fit(self, schedule: Schedule) -> None:
-        """All policies for an order."""
-        try:
-            timeline = self.fit.fitted(schedule, self._is_late)
-        except SearchError:
-            self.too_large[schedule.name] = max(simulate(schedule, self.fit.costs).peak_memory)
-            return
-        self.runs += 1
-        self._keep(timeline, _name_with_policy(timeline.schedule))
-        self.families.setdefault(_name_with_policy(timeline.schedule), self._value(timeline))
+                name = _name_with_policy(timeline.schedule)
+                self.runs += 1
+                self._keep(timeline, name)
+                self.families.setdefault(name, self._value(timeline))
+            self._report("policies")
 
     def _has_no_time_left(self) -> bool:
         """Whether it is late, and something fits."""
@@ -814,17 +823,15 @@ class _PolicySearch(_Search):
 
     def _move(self) -> None:
         """Anneal from the best orders until the budget is used or the best is optimal."""
-        rng = random.Random(self.budget.seed)  # noqa: S311 -- no secret
         while self.fraction < 1 and not self._is_done and self.kept:
-            start = self.kept[0] if rng.random() < 0.5 else rng.choice(self.kept)
-            self._anneal(start, rng)
+            self._anneal(self.kept[0] if self.rng.random() < 0.5 else self.rng.choice(self.kept))
             self._report("moves")
 
-    def _anneal(self, start: _Fitted, rng: random.Random, moves: int = 200) -> None:
-        fit, now = self.fit, start
+    def _anneal(self, start: _Fitted) -> None:
+        fit, rng, now = self.fit, self.rng, start
         made = PolicyMoves(start.timeline.schedule, rng, recompute=fit.recompute, offload=fit.offload)
         temperature = rng.choice((0.0, 0.003, 0.01)) * start.value
-        for _ in range(moves):
+        for _ in range(_MOVES_PER_START):
             self.moves_made += _KERNEL_MOVES
             if self.fraction >= 1:
                 return
@@ -856,29 +863,12 @@ class _PolicySearch(_Search):
 
     def choices(self) -> list[_Choice]:
         if not self.kept:
-            raise self._does_not_fit()
+            limit = self.fit.costs.units.memory(self.fit.memory_limit)
+            raise SearchError(
+                f"no schedule was found with {self.fit.allowed} within the memory limit of {limit} per rank: "
+                "give more memory, a faster host link, or more ranks"
+            )
         self.families = self.families or {each.found_by: each.value for each in self.kept}
         return [
             _Choice(each.value, each.found_by, each.timeline.schedule.renamed("searched")) for each in self.kept
         ]
-
-    def _does_not_fit(self) -> SearchError:
-        limit = self.fit.costs.units.memory(self.fit.memory_limit)
-        return SearchError(
-            f"no schedule was found with {self.fit.allowed} within the memory limit of {limit} per rank: "
-            "give more memory, a faster host link, or more ranks"
-        )
-
-
-def run_with_policies(
-    problems: Sequence[Problem],
-    fit: FitMemory,
-    budget: Budget,
-    jitter: Jitter | None,
-    on_progress: OnProgress,
-) -> SearchResult:
-    """Search all problems; raise if even the least that a policy leaves exceeds the limit on a rank."""
-    _require_feasible(problems, fit)
-    return _PolicySearch(
-        problems=problems, costs=fit.costs, budget=budget, jitter=jitter, on_progress=on_progress, fit=fit
-    ).run()

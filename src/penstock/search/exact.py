@@ -273,13 +273,10 @@ class _Model:
                 allocated = math.floor(held[s] / unit)
                 released = min(math.ceil(by_input[s] / unit), allocated)
                 for last, amount in ((INPUT_GRAD, released), (WEIGHT_GRAD, allocated - released)):
-                    lives += [(self._life(s, last, i), amount) for i in range(microbatches) if amount]
+                    for i in range(microbatches) if amount else ():
+                        start, end = self.starts[3 * s, i], self.ends[3 * s + last, i]
+                        lives.append((self.model.new_interval_var(start, self._time(), end, ""), amount))
             self.model.add_cumulative(*zip(*lives), math.floor(limit / unit + 1e-9))
-
-    def _life(self, stage: int, last: int, microbatch: int) -> Any:
-        """From the start of F to the end of I or W."""
-        start, end = self.starts[3 * stage, microbatch], self.ends[3 * stage + last, microbatch]
-        return self.model.new_interval_var(start, self._time(), end, "")
 
     def objective(self, least: int) -> Any:
         """The last end, or the longest time between a rank's first start and its last end."""
