@@ -83,7 +83,7 @@ def test_no_bound_exceeds_a_proved_optimum() -> None:
     proved = 0
     for _ in range(count):
         problem = little_memory(rng)
-        found = solve(problem, serial(problem).order, 0.0, effort)
+        found = solve(problem, serial(problem), 0.0, effort)
         assert found.order is not None
         value = problem.value(found.order)
         proved += found.bound >= value * (1 - 1e-9)

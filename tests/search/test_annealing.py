@@ -18,7 +18,7 @@ def test_the_result_is_no_worse_than_the_start_and_fits(objective: str) -> None:
     rng = random.Random(objective)
     for _ in range(15):
         problem = random_problem(rng, objective)
-        start = serial(problem).order
+        start = serial(problem)
         best, value, made, runs = anneal(
             problem.arrays, start, problem.objective_index, 2000, 3.0, 0.8, 1, np.zeros(1, dtype=np.int64)
         )

@@ -230,7 +230,7 @@ def test_no_bound_of_the_solver_or_the_search_exceeds_the_best_of_all_orders(sca
     for _ in range(examples(150 if scale == 1 else 40)):
         problem = small_problem(rng)
         scaled = replace(problem, costs=problem.costs.scaled(scale))
-        solved = solve(scaled, serial(scaled).order, 0.0, effort)
+        solved = solve(scaled, serial(scaled), 0.0, effort)
         assert solved.order is not None
         least = least_of(problem, problem.value(solved.order)) * scale
         assert solved.bound <= least * (1 + 1e-9), problem

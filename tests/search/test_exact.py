@@ -31,7 +31,7 @@ EFFORT = Effort(seconds=60, deterministic=True, workers=2, seed=0)
 @small(lambda p, m: (p, m) != (4, 8))
 def test_known_optima_are_found_and_proved_from_a_serial_start(p: int, m: int, limit: int) -> None:
     problem = Problem(Placement.loop(p), m, UNITS, limit)
-    found = solve(problem, serial(problem).order, 0.0, EFFORT)
+    found = solve(problem, serial(problem), 0.0, EFFORT)
     assert found.order is not None
     assert problem.fits(found.order)
     assert problem.value(found.order) == found.bound == OPTIMA[p, m, limit]
@@ -39,7 +39,7 @@ def test_known_optima_are_found_and_proved_from_a_serial_start(p: int, m: int, l
 
 def test_an_optimum_of_steps_shorter_than_a_nanosecond_is_proved() -> None:
     problem = Problem(Placement.loop(2), 4, UNITS.scaled(1e-11), 4)
-    found = solve(problem, serial(problem).order, 0.0, EFFORT)
+    found = solve(problem, serial(problem), 0.0, EFFORT)
     assert found.order is not None
     assert problem.value(found.order) == pytest.approx(OPTIMA[2, 4, 4] * 1e-11)
     assert found.bound == pytest.approx(OPTIMA[2, 4, 4] * 1e-11, rel=1e-4)
@@ -53,7 +53,7 @@ def test_no_bound_exceeds_an_optimum_of_unequal_stages(objective: str) -> None:
         work = Workload(problem.placement, problem.microbatches, problem.costs, split=problem.split)
         greatest = bounds(work, problem.memory_limit, objective)[0].seconds
         effort = Effort(seconds=0.1, deterministic=True, workers=1, seed=0)
-        found = solve(problem, serial(problem).order, 0.0, effort)
+        found = solve(problem, serial(problem), 0.0, effort)
         assert found.order is not None
         value = problem.value(found.order)
         assert greatest <= value * (1 + 1e-9), problem
@@ -69,7 +69,7 @@ def test_the_best_of_all_orders_is_found_and_proved(what: str) -> None:
         if what == "queues":
             problem = replace(problem, costs=replace(problem.costs, bandwidth=rng.choice((1, 2))))
         best = best_of(problem, pairs=what == "pairs")
-        found = solve(problem, serial(problem).order, 0.0, effort)
+        found = solve(problem, serial(problem), 0.0, effort)
         assert found.order is not None
         assert problem.fits(found.order)
         assert problem.value(found.order) == pytest.approx(best, rel=1e-9), problem
@@ -86,7 +86,7 @@ def test_seconds_that_are_fractions_have_a_common_unit() -> None:
 def test_the_same_seed_and_count_give_the_same_order() -> None:
     problem = Problem(Placement.v(2), 4, UNITS, 10)
     effort = Effort(seconds=0.1, deterministic=True, workers=1, seed=3)
-    first, second = (solve(problem, serial(problem).order, 0.0, effort) for _ in range(2))
+    first, second = (solve(problem, serial(problem), 0.0, effort) for _ in range(2))
     assert first.bound == second.bound
     assert first.order is not None
     assert second.order is not None

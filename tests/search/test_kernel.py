@@ -29,7 +29,7 @@ def test_objectives_equal_those_of_the_simulator(objective: str, pairs: bool) ->
     for _ in range(count):
         problem = random_problem(rng, objective, pairs=pairs)
         for seed in (serial(problem), *islice(list_scheduled(problem, lambda: False), 8)):
-            order = randomly_joined(problem, seed.order, rng)
+            order = randomly_joined(problem, seed, rng)
             if (value := problem.value(order)) < np.inf:
                 schedule = problem.fused_schedule(order, "an order")
                 assert not validate(schedule)
@@ -58,7 +58,7 @@ def test_an_order_fits_exactly_if_its_simulated_peak_does(split: bool) -> None: 
     for _ in range(examples(100)):
         given = random_problem(rng, "makespan")
         free = Problem(given.placement, given.microbatches, given.costs, split=split)
-        order = next(list_scheduled(free, lambda: False)).order
+        order = next(list_scheduled(free, lambda: False))
         peak = max(simulate(free.schedule_of(order, "an order")[0], given.costs).peak_memory)
         for limit, fits in ((peak, True), (peak - 0.5, False)):
             problem = Problem(given.placement, given.microbatches, given.costs, limit, split=split)
@@ -71,7 +71,7 @@ def test_a_rerun_from_a_change_equals_a_full_run(objective: str, pairs: bool) ->
     rng = random.Random(objective)
     for _ in range(30):
         problem = random_problem(rng, objective, pairs=pairs)
-        arrays, order = problem.arrays, randomly_joined(problem, serial(problem).order, rng)
+        arrays, order = problem.arrays, randomly_joined(problem, serial(problem), rng)
         state = empty_state(arrays)
         if kernel.evaluate(arrays, order, state, problem.objective_index)[0] == np.inf:
             continue  # joined at random, it deadlocks: there is no run to start from
@@ -101,7 +101,7 @@ def test_a_rerun_from_a_change_equals_a_full_run(objective: str, pairs: bool) ->
 
 def test_a_run_that_surely_exceeds_the_limit_is_aborted() -> None:
     problem = Problem(penstock.Placement.loop(4), 8, penstock.Costs())
-    order, arrays = serial(problem).order, problem.arrays
+    order, arrays = serial(problem), problem.arrays
     value = problem.value(order)
     at, done = arrays.rank_bounds[:-1].copy(), np.zeros(len(arrays.seconds), dtype=np.int64)
     for worst, found in ((value, value), (value - 1, np.inf)):

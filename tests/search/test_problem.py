@@ -30,7 +30,7 @@ def test_where_b_is_shorter_an_order_can_have_b_and_also_i_directly_followed_by_
 
 def test_a_backward_is_fused_where_splitting_gains_nothing() -> None:
     problem = Problem(Placement.loop(1), 2, penstock.Costs())
-    assert str(problem.schedule_of(serial(problem).order, "whole")[0].ranks[0][1]) == "0B0"
+    assert str(problem.schedule_of(serial(problem), "whole")[0].ranks[0][1]) == "0B0"
 
 
 def test_communication_and_sharding_actions_are_skipped() -> None:

@@ -28,11 +28,11 @@ def test_the_kernel_equals_the_simulator_on_graphs(objective: str) -> None:
     rng = random.Random(objective)
     for _ in range(repetitions(40, 12)):
         problem = random_graph_problem(rng, objective)
-        for seed in (serial(problem), *islice(list_scheduled(problem, lambda: False), 6)):
-            schedule = problem.fused_schedule(seed.order, "an order")
+        for order in (serial(problem), *islice(list_scheduled(problem, lambda: False), 6)):
+            schedule = problem.fused_schedule(order, "an order")
             assert not validate(schedule)
             timeline = simulate(schedule, problem.costs, with_period=True)
-            assert problem.value(seed.order) == pytest.approx(getattr(timeline, objective), rel=1e-12)
+            assert problem.value(order) == pytest.approx(getattr(timeline, objective), rel=1e-12)
 
 
 def test_results_on_random_graphs_are_valid_and_no_worse_than_the_families() -> None:

@@ -7,8 +7,6 @@ Search of orders:
     all orders of a few ranks        ->  better bounds
     CP-SAT, where the size allows    ->  better orders, better bounds
 
-The result is never worse than a family that fits and that there was time to evaluate.
-
 Search with memory policies, which also decides which microbatches of which stages are recomputed or offloaded:
 
     orders      families, the serial order, the best orders within the limit, without a limit, and those with
@@ -17,12 +15,7 @@ Search with memory policies, which also decides which microbatches of which stag
     moves       from the best that fit: memory actions of single microbatches more or less, actions shifted;
                 every one is simulated
 
-So the result is never slower than a family with a uniform policy that `FitMemory` tries, and than the best
-order that fits without memory actions. The serial order with everything recomputed and offloaded as late as
-possible holds the least, so where copies take no time, something is found whenever anything fits.
-
-The bound holds for every policy: required is only the work of the plain schedule, and every activation counts
-with the least that a policy leaves of it.
+What is promised of the results, and why, is in `docs/search_method.md`.
 """
 
 from __future__ import annotations
@@ -250,7 +243,7 @@ class PlacementSearch:
 
         When it is over, no family is added except for the first that fits, and when it is late, nothing else.
         """
-        self.add_start(*serial(self.problem))
+        self.add_start("serial order", serial(self.problem))
         for name, builder in family_builders(self.problem).items():
             if self.families and is_over():
                 self.skipped.append(name)
@@ -265,8 +258,8 @@ class PlacementSearch:
             for schedule in grouped_schedules(self.problem):
                 if not is_late():
                     self.add_start(schedule.name, self.problem.order_of(schedule))
-            for seed in list_scheduled(self.problem, is_late):
-                self.add_start(*seed)
+            for order in list_scheduled(self.problem, is_late):
+                self.add_start("list scheduling", order)
 
     def add_family(self, schedule: Schedule) -> None:
         """Evaluate a family as it is; it is kept if it fits."""
@@ -398,7 +391,7 @@ def compile_kernels() -> None:
     The smallest problem is run once, so that the time limit of a search does not include compilation.
     """
     problem = Problem(Placement((0,)), 1, Costs())
-    order = next(list_scheduled(problem, lambda: False)).order
+    order = next(list_scheduled(problem, lambda: False))
     if problem.fits(order):
         anneal(problem.arrays, order, 0, 1, 1.0, 1.0, 0, np.zeros(1, np.int64))
 
@@ -570,7 +563,7 @@ def _problems_to_order(problems: Sequence[Problem], *, recompute: bool) -> dict[
 
 
 def _can_fit(problem: Problem) -> bool:
-    return problem.fits(serial(problem).order)
+    return problem.fits(serial(problem))
 
 
 def _recomputed(problem: Problem) -> Problem | None:
@@ -750,7 +743,7 @@ class _PolicySearch(_Search):
     def _orders(self) -> Iterator[Schedule]:
         """Families, the serial order, and orders that the kernel finds, which knows no memory actions."""
         for problem in self.problems:
-            yield problem.fused_schedule(serial(problem).order, "serial order")
+            yield problem.fused_schedule(serial(problem), "serial order")
             for name, builder in family_builders(problem, offloading=True).items():
                 if self._has_no_time_left():
                     self.skipped.append(name)

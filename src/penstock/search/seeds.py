@@ -140,13 +140,6 @@ def list_schedule(arrays: ProblemArrays, caps: Ints, rule: Rule) -> Ints:
     return order
 
 
-class Seed(NamedTuple):
-    """An order and how it was made."""
-
-    name: str
-    order: Ints
-
-
 def family_builders(problem: Problem, *, offloading: bool = False) -> dict[str, Callable[[], Schedule | None]]:
     """By name, what builds a training family; it returns None if the family does not have this placement.
 
@@ -180,7 +173,7 @@ def grouped_schedules(problem: Problem) -> Iterator[Schedule]:
                 yield build(name, ranks=ranks, microbatches=m, stages_per_rank=counts, group=group)
 
 
-def serial(problem: Problem) -> Seed:
+def serial(problem: Problem) -> Ints:
     """One microbatch after the other: slow, and with the least memory possible."""
     orders: list[Ints] = []
     rank_of_stage = problem.placement.stage_to_rank
@@ -190,10 +183,10 @@ def serial(problem: Problem) -> Seed:
         for s in reversed(own):
             one += [3 * s + kind for kind in range(1, problem.arrays.kinds)]
         orders.append(np.tile(np.array(one, dtype=np.int64), problem.microbatches))
-    return Seed("serial order", np.concatenate(orders))
+    return np.concatenate(orders)
 
 
-def list_scheduled(problem: Problem, is_late: Callable[[], bool]) -> Iterator[Seed]:
+def list_scheduled(problem: Problem, is_late: Callable[[], bool]) -> Iterator[Ints]:
     """Orders built by list scheduling, those that fit, until it is late."""
     arrays = problem.arrays
     step = float(arrays.seconds.mean())
@@ -207,7 +200,7 @@ def list_scheduled(problem: Problem, is_late: Callable[[], bool]) -> Iterator[Se
                 return
             order = list_schedule(arrays, cap, Rule(patience, lead * step, deep_first, eager))
             if len(order) and problem.fits(order):
-                yield Seed("list scheduling", order)
+                yield order
 
 
 def _caps(problem: Problem) -> Iterator[Ints]:
