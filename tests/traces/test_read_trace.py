@@ -223,7 +223,7 @@ def test_gzip_that_ends_early_is_refused(tmp_path: Path) -> None:
 def test_a_huge_stage_number_is_refused_at_once(tmp_path: Path) -> None:
     def enlarge(content: Any, path: Path) -> None:
         if path.name == "rank1.json":
-            content["traceEvents"][1]["name"] = "PP:67000000F0"
+            content["traceEvents"][1]["name"] = "PP:65000F0"
 
     with pytest.raises(TraceError, match="no file has stage"):
         read_trace(edited(tmp_path, enlarge))
