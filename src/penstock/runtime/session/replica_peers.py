@@ -48,7 +48,7 @@ from penstock.runtime.transport.communicator import Communicator
 from penstock.runtime.transport.transport_errors import TransportError
 from penstock.traces.diagnose.rank_state import Wait, WaitKind
 
-_ANSWER_SECONDS = 1.0
+_ANSWER_SECONDS = 3.0
 _KEPT_NAMES = 256
 
 
