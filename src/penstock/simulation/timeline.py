@@ -273,7 +273,7 @@ class Timeline(Displayed):
 
     @cached_property
     def message_of_slot(self) -> Ints:
-        """Per slot of a message (SEND, RECV, what stands for them, or a wait for a SEND): its number; else -1."""
+        """Per slot of a SEND or RECV, of what stands for it, or of a wait for a SEND: its message; else -1."""
         found = np.full(self.schedule.num_steps, -1, dtype=np.int64)
         columns = self.message_columns
         for end in ("sent", "received"):

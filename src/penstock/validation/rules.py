@@ -229,7 +229,7 @@ def channel_order(messages: Messages) -> Iterator[Violation]:
         yield violation_at(table, int(messages.receive[early]), "channel-order", message, suggestion)
 
 
-# Waits: where a schedule has any for its sends, or for its reductions, each of these has one, later on its rank.
+# Waits: if a schedule has any for its sends, or its reductions, each of these has one, later on its rank.
 
 
 def sends_waited_for(messages: Messages) -> Iterator[Violation]:
