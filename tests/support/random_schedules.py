@@ -81,7 +81,7 @@ def random_valid(rng: random.Random) -> Schedule:
 
 def with_waits(rng: random.Random, schedule: Schedule) -> Schedule:
     """Waits for all sends, for all reductions, or both, anywhere after what they wait for; it may deadlock."""
-    begun = {}
+    begun: dict[Kind, Kind] = {}
     if rng.random() < 0.8:
         begun |= {Kind.SEND_F: Kind.WAIT_SEND_F, Kind.SEND_B: Kind.WAIT_SEND_B}
     if rng.random() < 0.5:

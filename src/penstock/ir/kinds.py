@@ -140,8 +140,9 @@ def _message(role: Role, value: str, other_end: StageRelation) -> KindSpec:
     return KindSpec(role, Resource.CHANNEL, meaning, value=value, other_end=other_end, memory=memory)
 
 
-def _wait(begun: str, meaning: str, **fields: Any) -> KindSpec:  # noqa: ANN401 -- fields of `KindSpec`
-    return KindSpec(Role.WAIT, Resource.RANK, meaning, waits_for=begun, **fields)
+def _send_wait(begun: str, value: str, other_end: StageRelation) -> KindSpec:
+    meaning = f"wait for the send of {'an' if value[0] == 'a' else 'a'} {value}"
+    return KindSpec(*_WAIT, meaning, value=value, other_end=other_end, waits_for=begun)
 
 
 def _collective(cost: str, meaning: str, *memory: MemoryEffect, repeatable: bool = True) -> KindSpec:
@@ -158,6 +159,7 @@ def _unsharded(at: Moment, factor: int) -> MemoryEffect:
 
 
 _COMPUTE = (Role.COMPUTE, Resource.COMPUTE)
+_WAIT = (Role.WAIT, Resource.RANK)
 
 KIND_SPECS: dict[str, KindSpec] = {
     "F": KindSpec(
@@ -197,17 +199,15 @@ KIND_SPECS: dict[str, KindSpec] = {
     "RECV_F": _message(Role.RECEIVE, "activation", StageRelation.INPUTS),
     "SEND_B": _message(Role.SEND, "gradient", StageRelation.INPUTS),
     "RECV_B": _message(Role.RECEIVE, "gradient", StageRelation.OUTPUTS),
-    "WAIT_SEND_F": _wait(
-        *("SEND_F", "wait for the send of an activation"), value="activation", other_end=StageRelation.OUTPUTS
-    ),
-    "WAIT_SEND_B": _wait(
-        *("SEND_B", "wait for the send of a gradient"), value="gradient", other_end=StageRelation.INPUTS
-    ),
+    "WAIT_SEND_F": _send_wait("SEND_F", "activation", StageRelation.OUTPUTS),
+    "WAIT_SEND_B": _send_wait("SEND_B", "gradient", StageRelation.INPUTS),
     "UNSHARD": _collective("unshard", "all-gather the stage's parameters", _unsharded(Moment.START, 1)),
     "RESHARD": _collective("reshard", "free the gathered parameters", _unsharded(Moment.END, -1)),
     "REDUCE_GRAD": _collective("reduce_grad", "reduce the stage's gradients over replicas", repeatable=False),
-    "WAIT_REDUCE_GRAD": _wait(
-        *("REDUCE_GRAD", "wait for the reduction of the stage's gradients"), has_microbatch=False
+    "WAIT_REDUCE_GRAD": KindSpec(
+        *(*_WAIT, "wait for the reduction of the stage's gradients"),
+        has_microbatch=False,
+        waits_for="REDUCE_GRAD",
     ),
     "RECOMPUTE": KindSpec(
         *_COMPUTE,

@@ -74,8 +74,9 @@ def fsdp_shards_by_stage(modules: Mapping[int, nn.Module]) -> dict[int, FsdpShar
     ),
     *members(
         _GROUP,
-        "_all_gather_result _post_reduce_event _training_state device_handle fsdp_params mesh_info post_backward"
-        " post_forward_mesh_info reduce_grads reshard reshard_after_backward unshard wait_for_unshard",
+        "_all_gather_result _post_reduce_event _training_state device_handle fsdp_params mesh_info"
+        " post_backward post_forward_mesh_info reduce_grads reshard reshard_after_backward unshard"
+        " wait_for_unshard",
     ),
     *_NAMES_BY_VERSION,
 )
