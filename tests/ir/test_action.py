@@ -16,7 +16,7 @@ from penstock.ir.kinds import Kind
 COMPUTE = {Kind.F, Kind.I, Kind.W, Kind.B, Kind.RECOMPUTE, Kind.OVERLAP_F_B}
 SENDS = {Kind.SEND_F, Kind.SEND_B}
 RECEIVES = {Kind.RECV_F, Kind.RECV_B}
-WHOLE_STAGE = {Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD}
+WHOLE_STAGE = {Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD, Kind.WAIT_REDUCE_GRAD}
 
 # one text of each of the fifteen kinds
 TEXTS: list[tuple[str, Step]] = [
@@ -28,9 +28,12 @@ TEXTS: list[tuple[str, Step]] = [
     ("4RECV_F1", Action(Kind.RECV_F, 4, 1)),
     ("3SEND_B0", Action(Kind.SEND_B, 3, 0)),
     ("2RECV_B0", Action(Kind.RECV_B, 2, 0)),
+    ("3WAIT_SEND_F1", Action(Kind.WAIT_SEND_F, 3, 1)),
+    ("3WAIT_SEND_B0", Action(Kind.WAIT_SEND_B, 3, 0)),
     ("1UNSHARD", Action(Kind.UNSHARD, 1)),
     ("1RESHARD", Action(Kind.RESHARD, 1)),
     ("0REDUCE_GRAD", Action(Kind.REDUCE_GRAD, 0)),
+    ("0WAIT_REDUCE_GRAD", Action(Kind.WAIT_REDUCE_GRAD, 0)),
     ("1RECOMPUTE3", Action(Kind.RECOMPUTE, 1, 3)),
     ("1OFFLOAD3", Action(Kind.OFFLOAD, 1, 3)),
     ("1RELOAD3", Action(Kind.RELOAD, 1, 3)),
@@ -41,8 +44,8 @@ TEXTS: list[tuple[str, Step]] = [
 # --- kinds -----------------------------------------------------------------------------------------
 
 
-def test_there_are_fifteen_kinds_and_each_has_its_own_number() -> None:
-    assert [kind.number for kind in Kind] == list(range(15))
+def test_there_are_eighteen_kinds_and_each_has_its_own_number() -> None:
+    assert [kind.number for kind in Kind] == list(range(18))
     assert {step.kind for _, step in TEXTS} == set(Kind)
 
 
@@ -250,7 +253,10 @@ def test_ten_thousand_brackets_are_rejected_like_one() -> None:
 
 
 def test_a_message_about_a_bad_kind_names_the_kinds_there_are() -> None:
-    with pytest.raises(ActionError, match="F I W B SEND_F RECV_F SEND_B RECV_B UNSHARD RESHARD REDUCE_GRAD"):
+    with pytest.raises(
+        ActionError,
+        match="F I W B SEND_F RECV_F SEND_B RECV_B WAIT_SEND_F WAIT_SEND_B UNSHARD RESHARD REDUCE_GRAD",
+    ):
         parse_action("1X0")
 
 

@@ -16,6 +16,7 @@ from penstock.ir.encoding import PORT_SHIFT, decode, encode
 from penstock.ir.graph import StageGraph
 from penstock.ir.kinds import (
     KIND_SPECS,
+    SEND_WAITS,
     Kind,
     KindSpec,
     MemoryLine,
@@ -183,7 +184,7 @@ def test_the_other_end_of_a_wait_for_a_send_is_that_of_the_send(wait: Kind) -> N
     assert list(decode([code], graph)) == [off_chain]
 
 
-@pytest.mark.parametrize("kind", [kind for kind in Kind if not kind.is_communication], ids=str)
+@pytest.mark.parametrize("kind", [kind for kind in Kind if kind.spec.other_end is None], ids=str)
 def test_what_is_no_message_has_no_other_end(kind: Kind) -> None:
     with pytest.raises(ActionError, match="it has no other end"):
         chain_neighbour(kind, 0)
@@ -199,10 +200,13 @@ def test_every_kind_has_its_role_and_the_resource_of_the_role() -> None:
         Role.RECEIVE: {Resource.CHANNEL},
         Role.COLLECTIVE: {Resource.COLLECTIVE},
         Role.COPY: {Resource.TO_HOST, Resource.FROM_HOST},
+        Role.WAIT: {Resource.RANK},
     }
     for kind in Kind:
         assert kind.spec.resource in resources[kind.spec.role]
-        assert kind.is_communication == (kind.spec.other_end is not None) == (kind.spec.value is not None)
+        assert (kind.spec.other_end is not None) == (kind.spec.value is not None)
+        assert kind.is_communication or kind.spec.other_end is None or kind in SEND_WAITS
+        assert (kind.waits_for is not None) == (kind.spec.role is Role.WAIT)
 
 
 def test_prices_and_memory_follow_from_the_table_alone(made_up: Schedule) -> None:

@@ -39,7 +39,7 @@ class NaiveValidator:
     def __post_init__(self) -> None:
         self.parts = [[parts_of(text) for text in row] for row in self.rows]
         self.flat = [(r, part) for r, row in enumerate(self.parts) for step in row for part in step]
-        self.communicates = any("_" in part.kind and part.kind != "REDUCE_GRAD" for _, part in self.flat)
+        self.communicates = any(part.kind[:5] in ("SEND_", "RECV_") for _, part in self.flat)
 
     # --- counts ------------------------------------------------------------------------------------
 
@@ -64,21 +64,29 @@ class NaiveValidator:
 
     def _messages_are_valid(self, count: Counter[Part], *, trains: bool) -> bool:
         if not self.communicates:
-            return True
+            return not any(part.kind.startswith("WAIT_SEND_") for part in count)
         wanted: Counter[Part] = Counter()
         for a, k in product(range(len(self.hosts) - 1), range(self.microbatches)):
             if self.hosts[a] != self.hosts[a + 1]:
                 wanted.update([Part(a, "SEND_F", k), Part(a + 1, "RECV_F", k)])
                 if trains:
                     wanted.update([Part(a + 1, "SEND_B", k), Part(a, "RECV_B", k)])
+        waits = Counter({p: n for p, n in count.items() if p.kind.startswith("WAIT_SEND_")})
+        sends = Counter({p: n for p, n in wanted.items() if p.kind.startswith("SEND_")})
+        if waits and waits != Counter({Part(p.stage, f"WAIT_{p.kind}", p.k): n for p, n in sends.items()}):
+            return False
         return wanted == Counter({p: n for p, n in count.items() if p.kind[:5] in ("SEND_", "RECV_")})
 
     def _reductions_are_valid(self, *, trains: bool) -> bool:
-        if not any(part.kind == "REDUCE_GRAD" for _, part in self.flat):
+        if not any("REDUCE_GRAD" in part.kind for _, part in self.flat):
             return True
+        waited = any(part.kind == "WAIT_REDUCE_GRAD" for _, part in self.flat)
         for stage in range(len(self.hosts)):
             kinds = [p.kind for _, p in self.flat if p.stage == stage and p.kind in ("B", "W", "REDUCE_GRAD")]
             if kinds.count("REDUCE_GRAD") != int(trains) or (trains and kinds[-1] != "REDUCE_GRAD"):
+                return False
+            ends = [p.kind for _, p in self.flat if p.stage == stage and "REDUCE_GRAD" in p.kind]
+            if waited and ends != ["REDUCE_GRAD", "WAIT_REDUCE_GRAD"] * int(trains):
                 return False
         return True
 
@@ -135,7 +143,7 @@ class NaiveValidator:
         while moved:
             moved = self._deliver(model, queues, done, arrived)
             for r, row in enumerate(self.parts):
-                while at[r] < len(row) and self._can(row[at[r]], done, arrived):
+                while at[r] < len(row) and self._can(row[at[r]], done, arrived, model):
                     for part in row[at[r]]:
                         done.add(part)
                         if part.kind[:5] in ("SEND_", "RECV_"):
@@ -147,7 +155,15 @@ class NaiveValidator:
                     self._deliver(model, queues, done, arrived)
         return all(at[r] == len(row) for r, row in enumerate(self.parts)) and not any(queues)
 
-    def _can(self, step: list[Part], done: set[Part], arrived: set[Part]) -> bool:
+    def _can(self, step: list[Part], done: set[Part], arrived: set[Part], model: str) -> bool:
+        for part in step:
+            if part.kind.startswith("WAIT_"):
+                begun = Part(part.stage, part.kind.removeprefix("WAIT_"), part.k)
+                is_send = begun.kind != "REDUCE_GRAD"
+                if begun not in done or (
+                    is_send and model != "buffered" and self.other_end(begun) not in arrived
+                ):
+                    return False
         return all(self._input_is_available(part, done, arrived) for part in step)
 
     def _input_is_available(self, part: Part, done: set[Part], arrived: set[Part]) -> bool:

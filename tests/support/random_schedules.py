@@ -75,7 +75,26 @@ def random_valid(rng: random.Random) -> Schedule:
         passes.append(AddCommunication())
         if rng.random() < 0.3 and schedule.num_ranks > 1:
             passes.append(DeferReceives())
-    return lower(schedule, passes)
+    lowered = lower(schedule, passes)
+    return with_waits(rng, lowered) if rng.random() < 0.5 else lowered
+
+
+def with_waits(rng: random.Random, schedule: Schedule) -> Schedule:
+    """Waits for all sends, for all reductions, or both, anywhere after what they wait for; it may deadlock."""
+    begun: dict[Kind, Kind] = {}
+    if rng.random() < 0.8:
+        begun |= {Kind.SEND_F: Kind.WAIT_SEND_F, Kind.SEND_B: Kind.WAIT_SEND_B}
+    if rng.random() < 0.5:
+        begun[Kind.REDUCE_GRAD] = Kind.WAIT_REDUCE_GRAD
+    soon = rng.random() < 0.5
+    rows = [list(row) for row in schedule.ranks]
+    for row in rows:
+        for step in [step for step in row if step.kind in begun]:
+            assert isinstance(step, Action)
+            first = row.index(step) + 1
+            last = min(first + 2, len(row)) if soon else len(row)
+            row.insert(rng.randint(first, last), Action(begun[step.kind], step.stage, step.microbatch))
+    return Schedule(rows, schedule.placement, schedule.microbatches)
 
 
 def with_memory_actions(rng: random.Random, schedule: Schedule) -> Schedule:

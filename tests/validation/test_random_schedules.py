@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 
 import penstock
 from penstock import Schedule
+from penstock.ir.kinds import SEND_WAITS, Kind
+from penstock.lowering import AddCommunication, DeferReceives
 from penstock.validation import SendModel
 from tests.oracles.naive import NaiveValidator
 from tests.support.grids import examples
-from tests.support.random_schedules import mutate, random_valid
+from tests.support.random_schedules import mutate, random_compute, random_valid, with_waits
 from tests.support.schedule_rows import rows_of, with_moved_step
 
 seeds = st.integers(min_value=0, max_value=2**32)
@@ -56,6 +58,8 @@ _ORDER = {
     "used-before-reloaded",
     "offload-after-backward",
     "offload-after-recompute",
+    "wait-before-send",
+    "wait-before-reduction",
 }
 _MISSING = {
     "missing-forward",
@@ -75,6 +79,12 @@ _MISSING = {
     "left-unsharded",
     "missing-reload",
     "reload-without-offload",
+    "missing-send-wait",
+    "missing-reduction-wait",
+    "wait-without-send",
+    "wait-without-reduction",
+    "needless-recompute",
+    "needless-offload",
 }
 _RENAMED = {"duplicate-action", "mixed-backward", "needless-message", "wrong-rank"}
 CAUSES = {
@@ -115,6 +125,36 @@ def test_a_deadlock_is_reported_for_exactly_the_send_models_under_which_the_rank
         for violation in found:
             assert_is_cycle(schedule, violation)
             assert_suggestion_helps(schedule, violation)
+
+
+@settings(max_examples=examples(2000), deadline=None)
+@given(seeds)
+def test_lists_with_waits_for_sends_deadlock_under_exactly_the_models_that_block_a_literal_interpreter(
+    seed: int,
+) -> None:
+    rng = random.Random(seed)
+    lowered = penstock.lower(random_compute(rng), [AddCommunication(), DeferReceives(past_sends=True)])
+    schedule = with_waits(rng, lowered)
+    for _ in range(rng.randint(0, 2)):
+        schedule = with_moved_step(schedule, rng)
+    found = penstock.validate(schedule)
+    if {violation.code for violation in found} <= {"deadlock"}:
+        blocked = tuple(model for model in SendModel if not naive(schedule).runs(model.value))
+        assert blocked == (found[0].send_models if found else ())
+        for violation in found:
+            assert_is_cycle(schedule, violation)
+
+
+def test_waits_that_wait_for_each_others_later_receives_are_refused() -> None:
+    """Torch 2.15 accepts this list, and hangs."""
+    first = "0F0 0SEND_F0 0F1 0SEND_F1 0WAIT_SEND_F0 0WAIT_SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1"
+    second = "1RECV_F0 1F0 1B0 1SEND_B0 1WAIT_SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1 1WAIT_SEND_B1"
+    waiting = Schedule.parse(f"{first} | {second}")
+    (violation,) = penstock.validate(waiting, "edge-streams")
+    assert {"0WAIT_SEND_F1", "1WAIT_SEND_B0"} <= {str(wait.action) for wait in violation.cycle}
+    assert penstock.validate(waiting, "buffered") == []
+    without = waiting.only([kind for kind in Kind if kind not in SEND_WAITS])
+    assert penstock.validate(without, "edge-streams") == []
 
 
 def assert_is_cycle(schedule: Schedule, violation: penstock.Violation) -> None:

@@ -99,12 +99,14 @@ class Memory:
 
     times: Floats
     total: Floats
+    fixed: float
+    """Parameters, gradients and optimizer state, which are held all the time."""
     activations: Floats
     unsharded: Floats
     receive_buffers: Floats
     """Messages whose receive is posted and that are not consumed yet."""
-    fixed: float
-    """Parameters, gradients and optimizer state, which are held all the time."""
+    send_buffers: Floats
+    """Messages that are sent and not waited for yet, in schedules that have such waits."""
 
     @property
     def peak(self) -> float:
@@ -124,7 +126,12 @@ class _Changes(NamedTuple):
 
 
 _LINES = tuple(MemoryLine)
-_STACKED = (MemoryLine.ACTIVATIONS, MemoryLine.UNSHARDED, MemoryLine.RECEIVE_BUFFERS)
+_STACKED = (
+    MemoryLine.ACTIVATIONS,
+    MemoryLine.UNSHARDED,
+    MemoryLine.RECEIVE_BUFFERS,
+    MemoryLine.SEND_BUFFERS,
+)
 
 
 def memory_over_time(
@@ -141,12 +148,12 @@ def memory_over_time(
         fixed = fixed_bytes_of(costs, table.placement.stages_of_rank[rank], table.placement.num_stages)
         own = order[first:last]
         change, line = changes.change[own], changes.line[own]
-        activations, unsharded, received = (
+        stacked = [
             np.cumsum(np.where(line == number, change, 0.0)) if lines[number] else np.zeros(len(own))
             for number in map(_LINES.index, _STACKED)
-        )
-        total = fixed + activations + unsharded + received
-        found.append(Memory(changes.time[own], total, activations, unsharded, received, fixed))
+        ]
+        total = sum(stacked, start=np.full(len(own), fixed))
+        found.append(Memory(changes.time[own], total, fixed, *stacked))
     return found
 
 
@@ -184,11 +191,18 @@ def _stage_changes(table: ActionTable, costs: Costs, start: Floats, end: Floats)
 def _message_changes(
     table: ActionTable, messages: Messages, costs: Costs, start: Floats, end: Floats
 ) -> list[_Changes]:
-    """Receive buffers: taken where the receive is posted, freed where the message is consumed last."""
-    received = np.flatnonzero((messages.receive >= 0) & (messages.consumer >= 0))
-    size = message_bytes(messages, costs)[received]
-    if not size.any():
+    """Buffers of messages.
+
+    Receive buffers are taken where the receive is posted, and freed where the message is consumed last; send
+    buffers are held from the send to its wait.
+    """
+    sizes = message_bytes(messages, costs)
+    if not sizes.any():
         return []
+    waited = np.flatnonzero((messages.send >= 0) & (messages.send_wait >= 0))
+    send, wait = (table.slot[parts[waited]] for parts in (messages.send, messages.send_wait))
+    received = np.flatnonzero((messages.receive >= 0) & (messages.consumer >= 0))
+    size = sizes[received]
     receive, consumer = (table.slot[parts[received]] for parts in (messages.receive, messages.last_consumer))
     at_start = np.array([kind.spec.frees_input_at is Moment.START for kind in Kind])
     freed_at_start = at_start[table.kind[messages.last_consumer[received]]]
@@ -198,6 +212,8 @@ def _message_changes(
     return [
         _changes(start[receive], receive, MemoryLine.RECEIVE_BUFFERS, size, np.ones_like(held[held])),
         _changes(freed, consumer, MemoryLine.RECEIVE_BUFFERS, -size, np.zeros_like(held[held])),
+        _changes(start[send], send, MemoryLine.SEND_BUFFERS, sizes[waited], np.ones(len(waited), np.bool_)),
+        _changes(end[wait], wait, MemoryLine.SEND_BUFFERS, -sizes[waited], np.zeros(len(waited), np.bool_)),
     ]
 
 

@@ -4,7 +4,8 @@
     1I3  1W3  0B2          input gradient, weight gradient, both in one backward
     3SEND_F1  2RECV_B0     stage 3 sends an activation; stage 2 receives a gradient
     0SEND_F1>2  2RECV_F1<0 the same along an edge that is not of the chain: both ends are named
-    1UNSHARD  0REDUCE_GRAD one stage, no microbatch
+    3WAIT_SEND_F1          stage 3 waits until that send has ended
+    1UNSHARD  0REDUCE_GRAD  0WAIT_REDUCE_GRAD    one stage, no microbatch
     (0F7;7B3)OVERLAP_F_B   a forward and a backward run as one
 
 What a kind is (resource, cost, dependencies, memory) is written once, in `penstock.ir.kinds`.
@@ -166,7 +167,7 @@ def _parse_part(text: str, part: str, offset: int) -> Action:
     if match[4] is None:
         return Action(kind, int(match[1]), int(match[3]))
     if kind.spec.other_end is None or match[4] != _arrow(kind):
-        reason = "a SEND names its target with >, a RECV its source with <, other kinds name neither"
+        reason = "a SEND, or its wait, names its target with >, a RECV its source with <, other kinds neither"
         raise ActionError(text, offset + match.start(4), reason)
     return Action(kind, int(match[1]), int(match[3]), int(match[5]))
 

@@ -39,6 +39,7 @@ class Resource(Enum):
     COLLECTIVE = "collective"
     TO_HOST = "host link, from the device to the host"
     FROM_HOST = "host link, from the host to the device"
+    RANK = "the rank: nothing after it in the list begins before it ends"
 
 
 class Moment(Enum):
@@ -54,6 +55,8 @@ class MemoryLine(Enum):
     ACTIVATIONS = "activations"
     UNSHARDED = "unsharded parameters"
     RECEIVE_BUFFERS = "receive buffers"
+    SEND_BUFFERS = "send buffers"
+    """From a SEND to its wait; of schedules without such waits nothing is counted."""
 
 
 class StageRelation(Enum):
@@ -102,7 +105,9 @@ class KindSpec:
     value: str | None = None
     """Of a message: what it carries, `activation` or `gradient`."""
     other_end: StageRelation | None = None
-    """Of a message: where its other end is, seen from the stage of the action."""
+    """Of a message, or of a wait for one: where its other end is, seen from the stage of the action."""
+    waits_for: str | None = None
+    """Of a wait: the kind that begins what it waits for, of the same stage and microbatch."""
     needs: tuple[Dependency, ...] = ()
     memory: tuple[MemoryEffect, ...] = ()
     frees_input_at: Moment = Moment.END
@@ -135,6 +140,11 @@ def _message(role: Role, value: str, other_end: StageRelation) -> KindSpec:
     return KindSpec(role, Resource.CHANNEL, meaning, value=value, other_end=other_end, memory=memory)
 
 
+def _send_wait(begun: str, value: str, other_end: StageRelation) -> KindSpec:
+    meaning = f"wait for the send of {'an' if value[0] == 'a' else 'a'} {value}"
+    return KindSpec(*_WAIT, meaning, value=value, other_end=other_end, waits_for=begun)
+
+
 def _collective(cost: str, meaning: str, *memory: MemoryEffect, repeatable: bool = True) -> KindSpec:
     return KindSpec(
         *(Role.COLLECTIVE, Resource.COLLECTIVE, meaning, cost),
@@ -149,6 +159,7 @@ def _unsharded(at: Moment, factor: int) -> MemoryEffect:
 
 
 _COMPUTE = (Role.COMPUTE, Resource.COMPUTE)
+_WAIT = (Role.WAIT, Resource.RANK)
 
 KIND_SPECS: dict[str, KindSpec] = {
     "F": KindSpec(
@@ -188,9 +199,16 @@ KIND_SPECS: dict[str, KindSpec] = {
     "RECV_F": _message(Role.RECEIVE, "activation", StageRelation.INPUTS),
     "SEND_B": _message(Role.SEND, "gradient", StageRelation.INPUTS),
     "RECV_B": _message(Role.RECEIVE, "gradient", StageRelation.OUTPUTS),
+    "WAIT_SEND_F": _send_wait("SEND_F", "activation", StageRelation.OUTPUTS),
+    "WAIT_SEND_B": _send_wait("SEND_B", "gradient", StageRelation.INPUTS),
     "UNSHARD": _collective("unshard", "all-gather the stage's parameters", _unsharded(Moment.START, 1)),
     "RESHARD": _collective("reshard", "free the gathered parameters", _unsharded(Moment.END, -1)),
     "REDUCE_GRAD": _collective("reduce_grad", "reduce the stage's gradients over replicas", repeatable=False),
+    "WAIT_REDUCE_GRAD": KindSpec(
+        *(*_WAIT, "wait for the reduction of the stage's gradients"),
+        has_microbatch=False,
+        waits_for="REDUCE_GRAD",
+    ),
     "RECOMPUTE": KindSpec(
         *_COMPUTE,
         "repeat the forward, of which F kept only the checkpoint",
@@ -232,10 +250,14 @@ class Kind(Enum):
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
+    # the end of a send: from here on its buffer is free
+    WAIT_SEND_F = "WAIT_SEND_F"
+    WAIT_SEND_B = "WAIT_SEND_B"
     # a whole stage, no microbatch
     UNSHARD = "UNSHARD"
     RESHARD = "RESHARD"
     REDUCE_GRAD = "REDUCE_GRAD"
+    WAIT_REDUCE_GRAD = "WAIT_REDUCE_GRAD"
     # what a stage holds of one microbatch between F and its backward
     RECOMPUTE = "RECOMPUTE"
     OFFLOAD = "OFFLOAD"
@@ -254,10 +276,17 @@ class Kind(Enum):
         self.is_communication = self.is_send or self.is_receive
         self.is_collective = role is Role.COLLECTIVE
         self.is_host_copy = role is Role.COPY
+        self.is_point = role in (Role.SEND, Role.RECEIVE, Role.WAIT)
+        """Whether it takes no time of its own: a point in the list, at which its rank may be blocked."""
         self.has_microbatch = self.spec.has_microbatch
 
     def __str__(self) -> str:
         return self.value
+
+    @property
+    def waits_for(self) -> Kind | None:
+        """The kind that begins what a wait waits for."""
+        return None if self.spec.waits_for is None else Kind(self.spec.waits_for)
 
     @property
     def peer(self) -> Kind | None:
@@ -270,6 +299,9 @@ class Kind(Enum):
 
 PASS_KINDS = (Kind.F, Kind.I, Kind.W, Kind.B)
 """The forward and backward passes: what every schedule orders."""
+
+SEND_WAITS = (Kind.WAIT_SEND_F, Kind.WAIT_SEND_B)
+"""The kinds that wait for a send; a schedule may have none."""
 
 MEMORY_KINDS = (Kind.RECOMPUTE, Kind.OFFLOAD, Kind.RELOAD)
 """The kinds that change what is held between a forward and its backward."""

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.ir.encoding import Bools, Ints, stable_order
-from penstock.ir.kinds import Kind
+from penstock.ir.kinds import SEND_WAITS, Kind
 from penstock.ir.table import ActionTable
 
 Scalar = TypeVar("Scalar", bound=np.generic)
@@ -88,6 +88,14 @@ class Messages:
         """The stage that makes the value."""
         source, target = self.table.graph.ends
         return np.where(self.is_gradient, target[self.edge], source[self.edge])
+
+    @cached_property
+    def send_wait(self) -> Ints:
+        """The wait for the send, -1 without one."""
+        if not self.table.has(*SEND_WAITS):
+            return np.full(len(self.edge), -1, dtype=np.int64)
+        activation, gradient = (self.table.message_at(kind)[self.edge, self.microbatch] for kind in SEND_WAITS)
+        return np.where(self.is_gradient, gradient, activation)
 
     @cached_property
     def paired(self) -> Bools:

@@ -170,6 +170,11 @@ class ActionTable:
         return self.of_kind(*(kind for kind in Kind if kind.is_communication))
 
     @cached_property
+    def is_point(self) -> Bools:
+        """Per part: whether it takes no time of its own: a message, or a wait."""
+        return self.of_kind(*(kind for kind in Kind if kind.is_point))
+
+    @cached_property
     def rank_of_stage(self) -> Ints:
         """Per stage: its rank."""
         return np.array(self.placement.stage_to_rank, dtype=np.int64)

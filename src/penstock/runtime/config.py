@@ -300,7 +300,7 @@ def device_of(modules: Iterable[nn.Module]) -> torch.device:
 
 def functions_by_kind(functions: Mapping[Kind | str, CustomFunction] | None) -> dict[Kind, CustomFunction]:
     """Return the user functions by kind; sends and receives can have none, because both ends must match."""
-    allowed = {kind.value: kind for kind in Kind if not kind.is_communication}
+    allowed = {kind.value: kind for kind in Kind if kind.spec.other_end is None}
     by_name = {key.value if isinstance(key, Kind) else key: each for key, each in (functions or {}).items()}
     for name in by_name:
         if name not in allowed:

@@ -32,7 +32,7 @@ from penstock.cost.prices import collectives_take_time, host_copies_take_time, m
 from penstock.errors import CostsError, ScheduleError
 from penstock.ir.dataflow import Inputs, run_dataflow
 from penstock.ir.encoding import Bools, Floats, Ints
-from penstock.ir.kinds import Kind, Resource
+from penstock.ir.kinds import SEND_WAITS, Kind, Resource
 from penstock.ir.messages import Messages
 from penstock.ir.schedule import Schedule
 from penstock.loops import Loop
@@ -177,13 +177,13 @@ _RUN = Loop(_run)
 #                 and for the messages directly ahead of it in its streams
 
 
-_COMPUTE, _CHANNEL, _COLLECTIVE, _TO_HOST, _FROM_HOST = range(len(Resource))
+_COMPUTE, _CHANNEL, _COLLECTIVE, _TO_HOST, _FROM_HOST, _RANK = range(len(Resource))
 _RESOURCES = np.array([list(Resource).index(kind.spec.resource) for kind in Kind])
 """By the number of a kind."""
 _HANDLED = (
     *(Kind.F, Kind.I, Kind.W, Kind.B, Kind.RECOMPUTE, Kind.OVERLAP_F_B),
-    *(Kind.SEND_F, Kind.SEND_B, Kind.RECV_F, Kind.RECV_B),
-    *(Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD, Kind.OFFLOAD, Kind.RELOAD),
+    *(Kind.SEND_F, Kind.SEND_B, Kind.RECV_F, Kind.RECV_B, *SEND_WAITS),
+    *(Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD, Kind.WAIT_REDUCE_GRAD, Kind.OFFLOAD, Kind.RELOAD),
 )
 
 
@@ -250,6 +250,11 @@ class Network:
         for ends, block in ((self.send, self.sends_block), (self.receive, self.receives_block)):
             if block:
                 yield Waits(message, self.first_slot + ends, self.latency)
+        waits = table.slots_of(self.messages.send_wait[self.numbers])
+        waited = waits >= 0  # a buffered channel has taken the bytes before the message has arrived
+        lag = 0.0 if self.buffered else self.latency[waited]
+        yield Waits(message[waited], self.first_slot + waits[waited], lag)
+        yield from self._reductions()
         copies, waiting = table.host_copy_waits
         yield Waits(self.first_slot + copies, self.first_slot + waiting)
         yield from self._queues()
@@ -263,7 +268,7 @@ class Network:
     def clock_before(self) -> Ints:
         """Per slot: the event at whose end its rank reaches it."""
         table, slots = self.table, np.arange(len(self.table.rank))
-        moves = np.isin(self.resource, (_COMPUTE, _CHANNEL))
+        moves = np.isin(self.resource, (_COMPUTE, _CHANNEL, _RANK))
         last = np.concatenate(([-1], np.maximum.accumulate(np.where(moves, slots, -1))))[: len(slots)]
         return np.where(last >= table.slot_bounds[table.rank], self.first_slot + last, table.rank)
 
@@ -283,6 +288,14 @@ class Network:
         stream = self.streams.ravel()
         order = np.lexsort((np.concatenate((self.send, self.receive)), stream))
         return stream, order, stream[order][1:] == stream[order][:-1]
+
+    def _reductions(self) -> Iterator[Waits]:
+        """A WAIT_REDUCE_GRAD waits for the REDUCE_GRAD of its stage."""
+        if self.table.has(Kind.WAIT_REDUCE_GRAD):
+            kinds = (Kind.REDUCE_GRAD, Kind.WAIT_REDUCE_GRAD)
+            reduction, wait = (self.table.slots_of(self.table.at(kind)[:, 0]) for kind in kinds)
+            both = (reduction >= 0) & (wait >= 0)
+            yield Waits(self.first_slot + reduction[both], self.first_slot + wait[both])
 
     def _unshards(self) -> Iterator[Waits]:
         """Compute waits for the last UNSHARD of its stage before it."""
@@ -323,7 +336,7 @@ class Network:
         """One iteration, from these clocks of the ranks on, with streams that may still be busy."""
         start, end = self.graph.run(self.durations(durations), self.floor(starts, stream_free))
         slots, messages = slice(self.first_slot, self.first_message), slice(self.first_message, None)
-        posted = self.resource == _CHANNEL
+        posted = np.isin(self.resource, (_CHANNEL, _RANK))
         begun = start[slots]
         begun[posted] = end[self.clock_before][posted]  # also where the step then waits for its message
         arrival = np.where(end[messages] < 0, end[messages], end[messages] + self.latency)

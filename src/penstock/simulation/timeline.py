@@ -25,6 +25,7 @@ from penstock.display import Displayed
 from penstock.errors import CostsError
 from penstock.ir.action import Step
 from penstock.ir.encoding import Bools, Floats, Ints
+from penstock.ir.kinds import SEND_WAITS
 from penstock.ir.messages import VALUES
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import step_of_slot
@@ -272,11 +273,15 @@ class Timeline(Displayed):
 
     @cached_property
     def message_of_slot(self) -> Ints:
-        """Per slot of a SEND or RECV, or of what stands for it: the number of its message; -1 without one."""
+        """Per slot of a SEND or RECV, of what stands for it, or of a wait for a SEND: its message; else -1."""
         found = np.full(self.schedule.num_steps, -1, dtype=np.int64)
         columns = self.message_columns
         for end in ("sent", "received"):
             found[columns[end]] = np.arange(len(columns[end]))
+        if self.schedule.table.has(*SEND_WAITS):
+            table, messages = self.schedule.table, self.schedule.messages
+            waits = np.flatnonzero(messages.send_wait >= 0)
+            found[table.slot[messages.send_wait[waits]]] = found[table.slot[messages.send[waits]]]
         return found
 
     @cached_property

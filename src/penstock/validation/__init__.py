@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.ir.kinds import MEMORY_KINDS, Kind
+from penstock.ir.kinds import MEMORY_KINDS, SEND_WAITS, Kind
 from penstock.ir.schedule import Schedule, require_schedule
 from penstock.validation.deadlock import no_deadlock, suggested_move
 from penstock.validation.rules import (
@@ -23,7 +23,9 @@ from penstock.validation.rules import (
     on_rank_of_stage,
     order_on_rank,
     reduced_once,
+    reductions_waited_for,
     reloaded_once,
+    sends_waited_for,
     sent_and_received,
     unsharded_when_used,
 )
@@ -49,16 +51,17 @@ _RULES_ON_ACTIONS = (
     order_on_rank,
     unsharded_when_used,
     reduced_once,
+    reductions_waited_for,
     needed_by_a_backward,
     reloaded_once,
     held_when_offloaded,
 )
-_RULES_ON_MESSAGES = (sent_and_received, delivered_in_time, channel_order)
+_RULES_ON_MESSAGES = (sent_and_received, delivered_in_time, channel_order, sends_waited_for)
 _HANDLED = frozenset(
     {
         *(Kind.F, Kind.I, Kind.W, Kind.B, Kind.OVERLAP_F_B),
-        *(Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B),
-        *(Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD),
+        *(Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B, *SEND_WAITS),
+        *(Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD, Kind.WAIT_REDUCE_GRAD),
         *MEMORY_KINDS,
     }
 )

@@ -57,7 +57,10 @@ def no_deadlock(messages: Messages, strictest: SendModel = SendModel.RENDEZVOUS)
     if cycle := _find_cycle(num_nodes, _sends_graph(messages)):
         yield _violation(table, SendModel.BUFFERED, cycle)
         return
-    for model in (SendModel.PAIR_STREAMS, SendModel.SHARED_STREAM):
+    waits_for_sends = bool((messages.send_wait >= 0).any())
+    for model in (SendModel.EDGE_STREAMS, SendModel.PAIR_STREAMS, SendModel.SHARED_STREAM):
+        if model is SendModel.EDGE_STREAMS and not waits_for_sends:
+            continue  # blocks where `buffered` does
         # a channel that reorders its messages has a violation of its own; streams say nothing about it
         if (
             messages.in_order
@@ -152,12 +155,16 @@ def _stream_graph(messages: Messages, model: SendModel) -> list[Waits]:
     slot, moved, stream = slot[order], moved[order], stream[order]
     same = stream[1:] == stream[:-1]
     of_pair = model is SendModel.PAIR_STREAMS
+    waits = messages.send_wait[paired]
+    waited = waits >= 0
+    waits = table.slots_of(waits[waited])
     ahead = f"it is ahead of it in the {'stream of the two ranks' if of_pair else 'one stream of the rank'}"
     return [
         _list_waits(table),
         Waits(send, node, send, receive, "a receive completes only with its send"),
         Waits(receive, node, receive, send, "a send completes only with its receive"),
         Waits(node[used], consumer[used], receive[used], consumer[used], "it needs what this receives"),
+        Waits(node[waited], waits, receive[waited], waits, "its send completes only with this"),
         Waits(moved[:-1][same], moved[1:][same], slot[:-1][same], slot[1:][same], ahead),
     ]
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from penstock.arguments import number_ranges
 from penstock.ir.encoding import Bools, Ints, stable_order
-from penstock.ir.kinds import MEMORY_KINDS, Kind
+from penstock.ir.kinds import MEMORY_KINDS, SEND_WAITS, Kind
 from penstock.ir.messages import Messages
 from penstock.ir.table import ActionTable
 from penstock.validation.violation import Violation, part_at, violation_at
@@ -62,7 +62,7 @@ def no_duplicates(table: ActionTable) -> Iterator[Violation]:
 
 def _each_is_first(table: ActionTable, kind: Kind) -> bool:
     """Whether every well-placed part of a kind is the first of its stage, or edge, and microbatch."""
-    first = table.message_at(kind) if kind.is_communication else table.at(kind)
+    first = table.at(kind) if kind.spec.other_end is None else table.message_at(kind)
     return np.count_nonzero(first >= 0) == table.num_well_placed_parts(kind)
 
 
@@ -227,6 +227,44 @@ def channel_order(messages: Messages) -> Iterator[Violation]:
         message = f"rank {source} sends {sent} first, but rank {rank} receives it later ({action}, step {step})"
         suggestion = "receive from one rank in the order it sends"
         yield violation_at(table, int(messages.receive[early]), "channel-order", message, suggestion)
+
+
+# Waits: if a schedule has any for its sends, or its reductions, each of these has one, later on its rank.
+
+
+def sends_waited_for(messages: Messages) -> Iterator[Violation]:
+    """Every send has one wait, after it; no wait is for another send."""
+    table = messages.table
+    if not table.has(*SEND_WAITS):
+        return
+    yield from _waited_for(table, messages.send, messages.send_wait, "send")
+    expected = messages.send_wait[messages.send_wait >= 0]
+    others = np.setdiff1d(np.flatnonzero(table.of_kind(*SEND_WAITS) & table.well_placed), expected)
+    for part in others[~np.isin(table.code[others], table.code[expected])].tolist():  # those are duplicates
+        yield violation_at(
+            table, part, "wait-without-send", "there is no such send", "add the SEND, or remove it"
+        )
+
+
+def reductions_waited_for(table: ActionTable) -> Iterator[Violation]:
+    """Every REDUCE_GRAD has one wait, after it."""
+    if table.has(Kind.WAIT_REDUCE_GRAD):
+        reduction, wait = (table.at(kind)[:, 0] for kind in (Kind.REDUCE_GRAD, Kind.WAIT_REDUCE_GRAD))
+        yield from _waited_for(table, reduction, wait, "reduction")
+
+
+def _waited_for(table: ActionTable, begun: Ints, wait: Ints, what: str) -> Iterator[Violation]:
+    for part in begun[(begun >= 0) & (wait < 0)].tolist():
+        message = f"nothing waits for this {what}, while there are waits for others"
+        yield violation_at(table, part, f"missing-{what}-wait", message, "add its wait, or remove all")
+    for part in wait[(begun < 0) & (wait >= 0)].tolist():
+        suggestion = "add it, or remove this"
+        yield violation_at(table, part, f"wait-without-{what}", f"there is no such {what}", suggestion)
+    early = (begun >= 0) & (wait >= 0) & (table.slots_of(wait) < table.slots_of(begun))
+    for part, later in zip(wait[early].tolist(), begun[early].tolist()):
+        _, step, action = part_at(table, later)
+        message = f"it comes before {action} at step {step}, which it waits for"
+        yield violation_at(table, part, f"wait-before-{what}", message, f"move it after {action}")
 
 
 # Rules on UNSHARD, RESHARD and REDUCE_GRAD; each applies when the schedule has such actions.

@@ -74,10 +74,10 @@ def timeline_record(timeline: Timeline, *, explained: bool = True) -> Record:
 
 
 def _shown(timeline: Timeline) -> Bools:
-    """Per slot: whether it is drawn as a step. Sends and receives are messages, unless they took time."""
+    """Per slot: whether it is drawn as a step. Messages and waits are not, unless they took time."""
     table = timeline.schedule.table
     shown = timeline.end > timeline.start
-    shown[table.slot[~table.is_communication]] = True
+    shown[table.slot[~table.is_point]] = True
     return shown
 
 

@@ -50,9 +50,12 @@ KIND_STYLES = {
     Kind.RECV_F: KindStyle("message", "receive activation"),
     Kind.SEND_B: KindStyle("message", "send gradient"),
     Kind.RECV_B: KindStyle("message", "receive gradient"),
+    Kind.WAIT_SEND_F: KindStyle("message", "wait for the send of an activation"),
+    Kind.WAIT_SEND_B: KindStyle("message", "wait for the send of a gradient"),
     Kind.UNSHARD: KindStyle("collective", "unshard parameters", "dim", "#009e73"),
     Kind.RESHARD: KindStyle("collective", "reshard parameters", "dim", "#56b4e9"),
     Kind.REDUCE_GRAD: KindStyle("collective", "reduce gradients", "bold", "#d55e00"),
+    Kind.WAIT_REDUCE_GRAD: KindStyle("message", "wait for the reduction of gradients"),
     Kind.OFFLOAD: KindStyle("offload", "offload to the host", "dim", "#8a4b00", dark="#d9a05b"),
     Kind.RELOAD: KindStyle("reload", "reload from the host", "dim", "#004c77", dark="#7cb7e8"),
 }

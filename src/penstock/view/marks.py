@@ -104,7 +104,13 @@ def round_step(least: float) -> float:
 
 BLACK, GREY, PALE, WHITE = "#1a1a1a", "#666666", "#e2e2e2", "#ffffff"
 
-MEMORY = {"fixed": "#9a9a9a", "unsharded": "#bcbcbc", "activations": "#d9d9d9", "receive_buffers": "#ececec"}
+MEMORY = {
+    "fixed": "#9a9a9a",
+    "unsharded": "#bcbcbc",
+    "activations": "#d9d9d9",
+    "receive_buffers": "#ececec",
+    "send_buffers": "#f6f6f6",
+}
 """The parts of the memory strip, from bottom to top."""
 
 PALEST = 0.55

@@ -111,7 +111,7 @@ def _timelines(timelines: Sequence[Timeline]) -> str:
         return ""
     if len(timelines) > _MAX_PANELS:
         return _line(f"no picture of {len(timelines)} schedules: .timelines has each of them")
-    steps = sum(int(np.count_nonzero(~timeline.schedule.table.is_communication)) for timeline in timelines)
+    steps = sum(int(np.count_nonzero(~timeline.schedule.table.is_point)) for timeline in timelines)
     if steps <= MAX_STEPS:
         return _image(picture(timelines))
     statement = (

@@ -201,13 +201,13 @@ def _gap_arguments(gap: Gap) -> Entry:
 def _counters(timeline: Timeline, rank: int, process: int) -> Iterator[Entry]:
     memory, name = timeline.memory[rank], f"memory ({timeline.costs.units.memory_name})"
     times = [_ns(time) for time in memory.times.tolist()]
-    lines = (memory.activations.tolist(), memory.unsharded.tolist(), memory.receive_buffers.tolist())
-    changes = dict(zip(times, zip(*lines)))
+    lines = {"activations": memory.activations, "unsharded": memory.unsharded}
+    buffers = {"receive buffers": memory.receive_buffers, "send buffers": memory.send_buffers}
+    lines |= {name: line for name, line in buffers.items() if line.any()}
+    changes = dict(zip(times, zip(*(line.tolist() for line in lines.values()))))
     before = None
-    for time, (activations, unsharded, received) in {0: (0.0, 0.0, 0.0), **changes}.items():
-        values = {"activations": activations, "unsharded": unsharded, "fixed": memory.fixed}
-        if memory.receive_buffers.any():
-            values["receive buffers"] = received
+    for time, held in {0: (0.0,) * len(lines), **changes}.items():
+        values = {"fixed": memory.fixed, **dict(zip(lines, held))}
         if values != before:
             yield {"ph": "C", "name": name, "pid": process, "tid": process, "ts": _us(time), "args": values}
         before = values

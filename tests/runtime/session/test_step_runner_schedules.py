@@ -9,14 +9,13 @@ import pytest
 import torch
 
 from penstock import build, lower, validate
-from penstock.lowering import (
-    DeferReceives,
-)
+from penstock.lowering import AddCommunication, AddGradReduction, AddReduceWaits, AddSendWaits, DeferReceives
 from penstock.runtime import Pipeline
 from tests.support.families import FAMILIES
 from tests.support.grids import repetitions, small, thinned
 from tests.support.models import TASKS
 from tests.support.pool import Pools
+from tests.support.random_schedules import with_waits
 from tests.support.reference import (
     TIMEOUT,
     Case,
@@ -44,6 +43,19 @@ def test_random_valid_schedules_train_as_one_process(pools: Pools, p: int, seed:
                 break
         task = TASKS_OF_ANY_ORDER[place % len(TASKS_OF_ANY_ORDER)]
         cases.append(Case(schedule, task, dtype=rng.choice((torch.float32, torch.float64)), steps=2))
+    assert not problems_of(cases, pools(p).run(run_cases, cases))
+
+
+@pytest.mark.parametrize("p", [2, 4])
+@small(lambda p: p == 2)
+def test_lists_with_waits_train_as_one_process(pools: Pools, p: int) -> None:
+    """With those of torch 2.15, with deferred reductions, and with waits anywhere after their sends."""
+    rng, cases = random.Random(p), []
+    for family in ("1f1b", "interleaved-1f1b", "zbv", "dualpipev"):
+        compute = build(family, ranks=p, microbatches=2 * p)
+        deferred = lower(compute, (AddGradReduction(), AddReduceWaits(deferred=True), AddCommunication()))
+        changed = [lower(compute, torch="2.15"), AddSendWaits()(deferred), with_waits(rng, lower(compute))]
+        cases += [Case(schedule, "mlp", steps=2) for schedule in changed]
     assert not problems_of(cases, pools(p).run(run_cases, cases))
 
 

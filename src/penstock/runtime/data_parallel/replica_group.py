@@ -279,7 +279,8 @@ class ReplicaGroup:
         firsts = [step.parts[0] for step in schedule.ranks[rank]]
         self._reduction_order = [first.stage for first in firsts if first.kind is Kind.REDUCE_GRAD]
         self._wrappers, self._switches = _find_wrappers(modules)
-        self._pending: list[tuple[GradientBucket, Tensor, dist.Work]] = []
+        self._pending: dict[int, list[tuple[GradientBucket, Tensor, dist.Work]]] = {}
+        """By stage: the buckets whose reduction has begun."""
         self._unfinished: list[dist.Work] = []
         """The reductions that the last failed step had begun."""
         self._reduced: set[int] = set()
@@ -353,7 +354,15 @@ class ReplicaGroup:
             packed = bucket.pack().div_(group.size())  # before the sum, which may overflow
             work = dist.all_reduce(packed, group=group, async_op=True)
             assert work is not None
-            self._pending.append((bucket, packed, work))
+            self._pending.setdefault(stage, []).append((bucket, packed, work))
+
+    def wait(self, stage: int) -> None:
+        """WAIT_REDUCE_GRAD: wait for the reduction of a stage; the compute stream of a device does."""
+        for bucket, packed, work in self._pending.pop(stage, ()):
+            wait(work)
+            bucket.unpack(packed)
+        if stage in self.shards:
+            self.shards[stage].wait()
 
     def finish(self, *, trained: bool) -> None:
         """The end of a step: start the reductions that the schedule leaves out, and wait for all."""
@@ -362,20 +371,22 @@ class ReplicaGroup:
                 self.reduce(stage)
         for shards in self.shards.values():
             shards.finish(reduces=trained and self.reduces)
-        for bucket, packed, work in self._pending:
-            wait(work)
-            bucket.unpack(packed)
-        self._pending.clear()
+        for stage in list(self._pending):
+            self.wait(stage)
         if trained:
             self.unreduced = not self.reduces and self.count > 1
 
     def drop(self) -> None:
         """After a failed step: forget its pending reductions and its unreduced gradients."""
-        self._unfinished = [work for _, _, work in self._pending]
+        self._unfinished = self._pending_works
         self._pending.clear()
         self.unreduced = False
         for shards in self.shards.values():
             shards.drop()
+
+    @property
+    def _pending_works(self) -> list[dist.Work]:
+        return [work for begun in list(self._pending.values()) for _, _, work in begun]
 
     @property
     def has_unfinished(self) -> bool:
@@ -383,7 +394,7 @@ class ReplicaGroup:
 
         If the step fails here, they would join it with the gradients of the next step.
         """
-        works = [*self._unfinished, *(work for _, _, work in list(self._pending))]
+        works = [*self._unfinished, *self._pending_works]
         return not all(work.is_completed() for work in works)
 
     def total(self, values: Tensor, device: torch.device) -> Tensor:

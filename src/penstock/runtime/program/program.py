@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from typing import NamedTuple, TypeAlias, TypeVar
@@ -22,7 +22,7 @@ import torch
 from penstock.ir.action import Action, Overlap, Step
 from penstock.ir.dataflow import Inputs, run_dataflow
 from penstock.ir.encoding import JOINED, STAGE_SHIFT, Ints, kinds_in
-from penstock.ir.kinds import MEMORY_KINDS, Kind, handler_of
+from penstock.ir.kinds import MEMORY_KINDS, SEND_WAITS, Kind, handler_of
 from penstock.ir.schedule import Schedule
 from penstock.runtime.config import ActionCall, CustomFunction, VerifiedSchedule
 from penstock.runtime.data_parallel.replica_group import ReplicaGroup
@@ -125,8 +125,9 @@ class Program:
             return None
         part = call.subject if call.type is not CallType.ACTION else self.steps[call.position].parts[0]
         assert part is not None, "every wait has a subject"
-        if part.kind.is_send:
-            return Wait(WaitKind.SEND, str(part), rank_of_stage[part.other_end])
+        if part.kind.is_send or part.kind in SEND_WAITS:
+            send = replace(part, kind=part.kind.waits_for or part.kind)
+            return Wait(WaitKind.SEND, str(send), rank_of_stage[part.other_end])
         if call.type is CallType.ACTION:
             return None
         forward = f"{part.other_end}F{part.microbatch}"
@@ -139,7 +140,7 @@ class Program:
         call = self.current_call
         if call is None:
             return self.finished
-        return call.type is not CallType.ACTION or self.steps[call.position].parts[0].kind.is_communication
+        return call.type is not CallType.ACTION or self.steps[call.position].parts[0].kind.is_point
 
     def _calls_to_run(self) -> Iterator[Call]:
         """The calls in order; raises as soon as the step is known to have failed on another rank."""
@@ -232,6 +233,11 @@ def _send(context: ExecutionContext, action: Action) -> Callable[[int], None]:
     return lambda microbatch: channel.send(microbatch, *stage.pop_value(microbatch, action.other_end))
 
 
+def _wait_for_send(context: ExecutionContext, action: Action) -> Callable[[int], None]:
+    assert action.kind.waits_for is not None, "a rule of waits"
+    return context.send_channels[action.kind.waits_for, action.stage, action.other_end].release
+
+
 def _post(context: ExecutionContext, action: Action) -> Callable[[int], None]:
     return context.receive_channels[channel_key(action)].post
 
@@ -245,6 +251,11 @@ def _reduce_gradients(context: ExecutionContext, action: Action) -> Work | None:
     return partial(replication.reduce, action.stage) if replication.reduces_stage(action.stage) else None
 
 
+def _wait_for_gradients(context: ExecutionContext, action: Action) -> Work | None:
+    replication = context.replication
+    return partial(replication.wait, action.stage) if replication.reduces_stage(action.stage) else None
+
+
 _RULES: Mapping[Kind, ActionRule] = {
     Kind.F: ActionRule(lambda context, action: context.stages[action.stage].forward, needs=Kind.RECV_F),
     Kind.B: ActionRule(lambda context, action: context.stages[action.stage].backward, needs=Kind.RECV_B),
@@ -254,9 +265,12 @@ _RULES: Mapping[Kind, ActionRule] = {
     Kind.SEND_B: ActionRule(_send),
     Kind.RECV_F: ActionRule(_post),
     Kind.RECV_B: ActionRule(_post),
+    Kind.WAIT_SEND_F: ActionRule(_wait_for_send),
+    Kind.WAIT_SEND_B: ActionRule(_wait_for_send),
     Kind.UNSHARD: ActionRule(_shard_method("unshard")),
     Kind.RESHARD: ActionRule(_shard_method("reshard")),
     Kind.REDUCE_GRAD: ActionRule(_reduce_gradients),
+    Kind.WAIT_REDUCE_GRAD: ActionRule(_wait_for_gradients),
     Kind.RECOMPUTE: ActionRule(lambda context, action: context.stages[action.stage].recompute),
     Kind.OFFLOAD: ActionRule(lambda context, action: context.stages[action.stage].offload),
     Kind.RELOAD: ActionRule(lambda context, action: context.stages[action.stage].reload),
@@ -354,8 +368,11 @@ def _vector_clocks(schedule: Schedule, sends: Ints, consumers: Ints, rank: int) 
     return found
 
 
-_KEPT = (Kind.F, Kind.SEND_F, Kind.RECV_F, Kind.UNSHARD, Kind.RESHARD)
-_OMITTED = (Kind.B, Kind.I, Kind.W, Kind.SEND_B, Kind.RECV_B, Kind.REDUCE_GRAD)
+_KEPT = (Kind.F, Kind.SEND_F, Kind.RECV_F, Kind.WAIT_SEND_F, Kind.UNSHARD, Kind.RESHARD)
+_OMITTED = (
+    *(Kind.B, Kind.I, Kind.W, Kind.SEND_B, Kind.RECV_B, Kind.WAIT_SEND_B),
+    *(Kind.REDUCE_GRAD, Kind.WAIT_REDUCE_GRAD),
+)
 
 
 def forward_only(schedule: Schedule) -> Schedule:
@@ -380,12 +397,13 @@ _MAX_PENDING_SENDS = 8  # long sends per channel, where a send may block
 def compile_program(verified: VerifiedSchedule, rank: int, context: ExecutionContext) -> Program:
     """Return the program of one rank.
 
-    The buffer of a send is released where the send is known to be received, or else at the end. If the schedule
-    is safe with blocking sends, the number of pending sends is bounded as well.
+    The buffer of a send is released by the wait for it. In a schedule without such waits it is released where
+    the send is known to be received, or else at the end; if the schedule is safe with blocking sends, the
+    number of pending sends is bounded as well.
     """
     schedule, progress = verified.schedule, Progress()
     releases = ReleasePoints({}, [], {})
-    if schedule.num_ranks > 1:
+    if schedule.num_ranks > 1 and not schedule.table.has(*SEND_WAITS):
         most_pending = _MAX_PENDING_SENDS if verified.safe_with_blocking_sends else None
         releases = release_points(schedule, rank, most_pending)
     calls = _Compiler(schedule, rank, context, progress).calls(releases)

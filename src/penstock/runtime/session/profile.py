@@ -200,7 +200,7 @@ class LiveBytes:
             level = self._levels[-1] if self._levels else 0
             self._levels += [level] * (position - len(self._levels))  # actions without a call change nothing
             for part in program.steps[position].parts:
-                if part.microbatch is not None and not part.kind.is_communication:
+                if part.microbatch is not None and not part.kind.is_point:
                     self._count(stages[part.stage], part.kind, part.work_unit)
             self._levels.append(connection.sources.receive_buffer_bytes() + sum(self._held.values()))
 

@@ -74,8 +74,9 @@ def fsdp_shards_by_stage(modules: Mapping[int, nn.Module]) -> dict[int, FsdpShar
     ),
     *members(
         _GROUP,
-        "_all_gather_result _training_state fsdp_params mesh_info post_backward post_forward_mesh_info"
-        " reduce_grads reshard reshard_after_backward unshard wait_for_unshard",
+        "_all_gather_result _post_reduce_event _training_state device_handle fsdp_params mesh_info"
+        " post_backward post_forward_mesh_info reduce_grads reshard reshard_after_backward unshard"
+        " wait_for_unshard",
     ),
     *_NAMES_BY_VERSION,
 )
@@ -190,6 +191,12 @@ class FsdpShards:
             group.post_backward()
             group.reduce_grads = False
             group._training_state = self._idle
+
+    def wait(self) -> None:
+        """WAIT_REDUCE_GRAD: the device's current stream waits for the reduction."""
+        for group in self._groups:
+            if group._post_reduce_event is not None:
+                group.device_handle.current_stream().wait_event(group._post_reduce_event)
 
     def finish(self, *, reduces: bool) -> None:
         """The end of a step: reduce the remaining gradients, wait for all, and free all gathered parameters."""
