@@ -63,14 +63,13 @@ def _installation_checks(rank: int, port: int, seconds: int) -> Iterator[Check]:
 
 
 def _version(installed: str) -> Check:
-    wanted = VERIFIED[0]
-    found, tested = (tuple(int(part) for part in version.split(".")[:2]) for version in (installed, wanted))
-    if found < tested:
-        return Check("torch", "fail", f"{installed}, older than {wanted}: {install_command('torch')}")
-    if found > tested:
-        changed = "private names may have changed: see internals"
-        return Check("torch", "warn", f"{installed}; tested with {wanted}: {changed}")
-    return Check("torch", "ok", f"{installed} (tested with {wanted})")
+    found, oldest = (tuple(int(part) for part in each.split(".")[:2]) for each in (installed, VERIFIED[0]))
+    if found < oldest:
+        return Check("torch", "fail", f"{installed}, older than {VERIFIED[0]}: {install_command('torch')}")
+    tested = f"tested with {', '.join(VERIFIED)}"
+    if ".".join(map(str, found)) in VERIFIED:
+        return Check("torch", "ok", f"{installed} ({tested})")
+    return Check("torch", "warn", f"{installed}; {tested}: private names may have changed: see internals")
 
 
 def _gloo() -> Check:

@@ -50,6 +50,7 @@ from penstock.runtime.session.step_runner import StepInputBuilder, StepResult, S
 from penstock.runtime.stage.memory import eval_mode, preserved_rng_state
 from penstock.runtime.states.writer import state_folder
 from penstock.runtime.torch_internals.data_parallel import fsdp_shards_by_stage
+from penstock.runtime.torch_internals.registry import warn_if_untested
 from penstock.runtime.transport.process_groups import Group, group_timeout, members_of, process_group
 from penstock.runtime.transport.transport_errors import transport_errors
 
@@ -103,6 +104,7 @@ class Pipeline:
         timeout: float | None = None,
         state_dir: str | PathLike[str] | None = None,
     ) -> None:
+        warn_if_untested()
         check_options(timeout, tokens, average=average)
         ranks = process_group(group, "group=", "pp")
         members, self.rank = members_of(ranks)

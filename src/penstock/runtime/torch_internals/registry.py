@@ -17,9 +17,10 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import sys
+import warnings
 from collections.abc import Callable
 from dis import get_instructions
-from functools import wraps
+from functools import cache, wraps
 from operator import attrgetter
 from types import FunctionType
 from typing import Any, TypeVar
@@ -30,7 +31,7 @@ from penstock.errors import PipelineError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-VERIFIED = ("2.13",)
+VERIFIED = ("2.13", "2.14", "2.15")
 """The torch versions with which all functions of this package were tested, unless a feature says otherwise."""
 
 RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -91,6 +92,26 @@ class Feature:
                 f"{self.title}: not possible with torch {torch.__version__}, which has no {', '.join(lost)}. "
                 f"Without it: {self.without}. Verified with torch {', '.join(self.verified)}"
             )
+
+
+@cache
+def warn_if_untested() -> None:
+    """Warn once per process of a torch that was not tested, with the features that are lost, by name."""
+    release = ".".join(map(str, RELEASE))
+    if release in VERIFIED:
+        return
+    lost = {feature: missing(feature.names) for feature in all_features()}
+    effect = "; ".join(
+        f"{feature.title} is not possible (torch has no {', '.join(names)})"
+        for feature, names in lost.items()
+        if names
+    )
+    warnings.warn(
+        f"Penstock is tested with torch {', '.join(VERIFIED)}, not with {torch.__version__}: "
+        f"{effect or 'it has all private names that Penstock needs, but they may behave differently'}. "
+        "`penstock doctor` lists what works",
+        stacklevel=3,
+    )
 
 
 def all_features() -> list[Feature]:
