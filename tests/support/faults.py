@@ -125,7 +125,7 @@ class FaultyPipeline:
         for patch in self._patches:
             patch.start()
         functions: dict[Kind | str, Callable[[ActionCall], None]] = {
-            kind: self._run_action for kind in Kind if not kind.is_communication
+            kind: self._run_action for kind in Kind if kind.spec.other_end is None
         }
         for stage in stages:
             stage.register_forward_hook(lambda _module, _x, output: self._with_nan(output))

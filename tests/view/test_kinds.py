@@ -30,7 +30,7 @@ VIEWS: dict[str, Callable[[Timeline], object]] = {
 def test_every_kind_has_a_style() -> None:
     assert set(KIND_STYLES) == set(Kind)
     for kind in Kind:
-        track = "compute" if kind.is_compute else "message" if kind.is_communication else "collective"
+        track = "compute" if kind.is_compute else "message" if kind.is_point else "collective"
         assert style_of(kind).track == (kind.value.lower() if kind.is_host_copy else track)
 
 

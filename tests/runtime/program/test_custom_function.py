@@ -59,7 +59,7 @@ def run_with_functions(case: Case) -> Outcome:
     for step in (
         lower(case.schedule).ranks[rank] if case.schedule.level == "compute" else case.schedule.ranks[rank]
     ):
-        if not step.kind.is_communication:
+        if step.kind.spec.other_end is None:
             right.update({str(step), *map(str, step.parts)})
     if counts != right:
         outcome.problems.append(f"called {counts - right} too often and {right - counts} too seldom")
