@@ -1,101 +1,270 @@
-"""Promise: torchtitan's Llama trains on Penstock's runtime as on torch's: the same losses and parameters."""
+"""Promise: torchtitan's own trainer trains on Penstock's runtime as on torch's, in each version that it has.
+
+The losses, gradient norms and parameters are equal; the trainer is that of `tests/support/titan_trainer.py`.
+"""
 
 from __future__ import annotations
 
-import sys
-import types
+import shlex
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import penstock
+from penstock.errors import PipelineError
+from penstock.planning.layout import parse_layout
+from penstock.trainers import export_torchtitan
 from tests.support.grids import small
 from tests.support.pool import Pools
+from tests.support.titan_trainer import BATCH, IS_OLD, Run, installed, load, run_trainer
 
-STEPS, BATCH, LENGTH, WORDS = 3, 8, 16, 64
+pytestmark = pytest.mark.skipif(not installed(), reason="torchtitan is not installed")
 
-
-def load_torchtitan() -> Any:
-    """Torchtitan on CPU: it takes the device type on import, and its kernels for experts need triton."""
-    kernels: Any = types.ModuleType("torchtitan.models.moe.kernels")
-    kernels.generate_permute_indices = None
-    sys.modules.setdefault(kernels.__name__, kernels)
-    import torchtitan.tools.utils  # noqa: PLC0415
-
-    torchtitan.tools.utils.device_type = "cpu"
-    from torchtitan.config import JobConfig  # noqa: PLC0415
-    from torchtitan.distributed import ParallelDims, pipeline_parallel  # noqa: PLC0415
-    from torchtitan.models.llama3.model.args import TransformerModelArgs  # noqa: PLC0415
-    from torchtitan.models.llama3.model.model import Transformer  # noqa: PLC0415
-
-    return types.SimpleNamespace(
-        JobConfig=JobConfig,
-        ParallelDims=ParallelDims,
-        pipeline_llm=pipeline_parallel.pipeline_llm,
-        TransformerModelArgs=TransformerModelArgs,
-        Transformer=Transformer,
-    )
+STEPS = 3
 
 
-def trained(name: str, csv: str, *, ours: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses of all steps, and the parameters of this rank after them."""
-    titan = load_torchtitan()
-    from penstock.trainers.torchtitan import pipeline_llm  # noqa: PLC0415
-
-    config = titan.JobConfig()
-    config.parallelism.pipeline_parallel_degree = dist.get_world_size()
-    config.parallelism.pipeline_parallel_schedule = name
-    config.parallelism.pipeline_parallel_schedule_csv = csv
-    config.training.local_batch_size = BATCH
-    sizes = {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "ep": 1, "etp": 1}
-    dims = titan.ParallelDims(**sizes, pp=dist.get_world_size(), world_size=dist.get_world_size())
-    arguments = titan.TransformerModelArgs(dim=32, n_layers=6, n_heads=4, vocab_size=WORDS, max_seq_len=LENGTH)
-    torch.manual_seed(0)
-    model = titan.Transformer(arguments)
-    with torch.no_grad():
-        model.init_weights()
-    schedule, parts, has_first, has_last = (pipeline_llm if ours else titan.pipeline_llm)(
-        model, dims, config, torch.device("cpu"), arguments, lambda part, *_: part, cross_entropy
-    )
-    optimizer = torch.optim.AdamW([p for part in parts for p in part.parameters()], lr=1e-3)
-    found = []
-    for step in range(STEPS):
-        generator = torch.Generator().manual_seed(step)
-        ids, target = torch.randint(WORDS, (2, BATCH, LENGTH), generator=generator)
-        losses: list[torch.Tensor] | None = [] if has_last else None
-        given = (ids,) if has_first else ()
-        schedule.step(*given, target=target if has_last else None, losses=losses)
-        found += [float(loss.detach()) for loss in losses or ()]
-        optimizer.step()
-        optimizer.zero_grad()
-    return found, {f"{i}.{n}": p.detach() for i, part in enumerate(parts) for n, p in part.named_parameters()}
-
-
-def cross_entropy(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
-
-
-def compare(name: str, csv: str) -> tuple[list[float], list[float], bool]:
-    theirs, parameters = trained(name, csv, ours=False)
-    ours, own = trained(name, csv, ours=True)
-    same = all(torch.allclose(own[each], parameters[each], rtol=1e-5, atol=1e-7) for each in parameters)
+def compare(run: Run, folder: Path) -> tuple[list[Any], list[Any], bool]:
+    """What is logged on torch's runtime and on ours, and whether the parameters are equal after it."""
+    theirs, parameters, module = run_trainer(run, folder, ours=False)
+    assert module == "torch.distributed.pipelining.schedules"
+    ours, own, module = run_trainer(run, folder, ours=True)
+    assert module == "penstock.pipelining.schedules"
+    same = all(torch.allclose(own[each], parameters[each], rtol=1e-4, atol=1e-6) for each in parameters)
     return theirs, ours, same and bool(parameters) and own.keys() == parameters.keys()
 
 
-@pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble", "zb-h1 as CSV"])
-@small(lambda name: name == "")  # torchtitan takes ten seconds to load
-def test_losses_and_parameters_are_those_of_torchs_runtime(pools: Pools, name: str, tmp_path: Path) -> None:
-    csv = ""
-    if name.endswith("CSV"):
-        csv, name = str(tmp_path / "zb-h1.csv"), "1F1B"
-        penstock.build("zb-h1", ranks=2, microbatches=BATCH).write(csv)
-    results = pools(2).run(compare, name, csv)
-    losses = [found for found, _, _ in results if found]
-    assert losses
-    assert len(losses[0]) == STEPS * BATCH
-    for theirs, ours, same in results:
-        assert same
-        assert ours == pytest.approx(theirs, rel=1e-6)
+RUNS = [
+    *(
+        Run(name)
+        for name in (
+            "GPipe",
+            "1F1B",
+            "Interleaved1F1B",
+            "LoopedBFS",
+            "InterleavedZeroBubble",
+            "ZBVZeroBubble",
+            "DualPipeV",
+        )
+    ),
+    Run("1F1B", csv="zb-h1"),
+    Run("Interleaved1F1B", shards=2),
+    Run("1F1B", tensors=2),
+    *(
+        []
+        if IS_OLD
+        else [Run("Interleaved1F1B", validates=True), Run("1F1B", tensors=2, backend="full_dtensor")]
+    ),
+]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+@small(lambda run: run == Run("Interleaved1F1B"))  # torchtitan takes ten seconds to load
+def test_the_trainer_logs_the_same_and_has_the_same_parameters(pools: Pools, run: Run, tmp_path: Path) -> None:
+    if run.csv:
+        csv = tmp_path / f"{run.csv}.csv"
+        penstock.build(run.csv, ranks=2, microbatches=BATCH).write(csv)
+        run = replace(run, csv=str(csv))
+    results = pools(2 * run.shards * run.tensors).run(compare, run, tmp_path)
+    assert all(same for _, _, same in results)
+    for theirs, ours, _ in results:
+        assert len(ours) == STEPS + run.validates
+        for expected, found in zip(theirs, ours, strict=True):
+            assert found == pytest.approx(expected, rel=1e-5)
+    assert any(loss > 0 for _, ours, _ in results for _, loss, *_ in ours)
+
+
+# --- a model of our own: its modules, and a vision encoder ------------------------------------------------
+
+
+class Small(nn.Module):
+    """A chain of modules with torchtitan's names, of which a stage may have any."""
+
+    def __init__(self, head: str, *, sees: bool = False) -> None:
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(16, 8)
+        self.vision_encoder = nn.Linear(8, 8) if sees else None
+        self.layers = nn.ModuleDict({str(i): nn.Linear(8, 8) for i in range(4)})
+        self.norm = nn.LayerNorm(8)
+        self.add_module(head, nn.Linear(8, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chain = [self.tok_embeddings, self.vision_encoder, *self.layers.values(), self.norm]
+        for each in [*chain, getattr(self, "output", None), getattr(self, "lm_head", None)]:
+            x = x if each is None else each(x)
+        return x
+
+
+HEAD = "output" if IS_OLD else "lm_head"
+
+
+def pipelined(
+    name: str, model: nn.Module, stages: list[list[str]] | None, *, ours: bool = True, **more: Any
+) -> Any:
+    """What a function of this name returns, called as the trainer of the installed torchtitan calls it."""
+    load()
+    from torchtitan.distributed import ParallelDims, pipeline_parallel  # noqa: PLC0415
+
+    from penstock.trainers import torchtitan  # noqa: PLC0415
+
+    function = getattr(torchtitan if ours else pipeline_parallel, name)
+    sizes = {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "ep": 1, "world_size": dist.get_world_size()}
+    dims = ParallelDims(**sizes, pp=dist.get_world_size(), **({"etp": 1} if IS_OLD else {}))
+    if IS_OLD:
+        from torchtitan.config import JobConfig  # noqa: PLC0415
+
+        config = JobConfig()
+        set_stages(config, stages)
+        arguments = SimpleNamespace(n_layers=4)
+        return function(
+            model, dims, config, torch.device("cpu"), arguments, lambda part, *_: part, loss, **more
+        )
+    from torchtitan.config import ParallelismConfig, TrainingConfig  # noqa: PLC0415
+
+    config = SimpleNamespace(parallelism=ParallelismConfig(), training=TrainingConfig())
+    set_stages(config, stages)
+    return function(
+        model,
+        parallel_dims=dims,
+        training=config.training,
+        parallelism=config.parallelism,
+        compile_config=None,
+        ac_config=None,
+        dump_folder="",
+        device=torch.device("cpu"),
+        model_config=SimpleNamespace(layers=range(4)),
+        parallelize_fn=lambda part, **_: part,
+        loss_fn=loss,
+        **more,
+    )
+
+
+def set_stages(config: Any, stages: list[list[str]] | None) -> None:
+    config.training.local_batch_size = BATCH
+    config.parallelism.pipeline_parallel_degree = dist.get_world_size()
+    config.parallelism.module_fqns_per_model_part = stages
+
+
+def loss(output: torch.Tensor, target: torch.Tensor) -> Any:
+    """0.3.0 has losses that return metrics too."""
+    found = nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+    return found if IS_OLD else (found, {"tokens": torch.tensor(1)})
+
+
+def refusals() -> list[str]:
+    """Why models and stages that do not fit are refused."""
+    cases: list[tuple[str, nn.Module, Any, dict[str, Any]]] = [
+        (
+            "pipeline_llm",
+            Small(HEAD),
+            [["tok_embeddings", "layers.0", "layers.2.weight"], ["norm", "head"]],
+            {},
+        ),
+        ("pipeline_llm", Small("other"), None, {}),
+        ("pipeline_llm", Small(HEAD, sees=True), None, {}),
+        ("pipeline_vlm", Small(HEAD, sees=True), [["tok_embeddings"]], {}),
+        ("pipeline_llm", Small(HEAD), None, {"unheard_of": 1}),
+    ]
+    found = []
+    for name, model, stages, more in cases:
+        with pytest.raises((PipelineError, TypeError)) as caught:
+            pipelined(name, model, stages, **more)
+        found.append(str(caught.value))
+    return found
+
+
+def test_names_of_modules_that_do_not_fit_the_model_are_refused(pools: Pools) -> None:
+    remedy = "set parallelism.module_fqns_per_model_part to the modules of each stage, of tok_embeddings, "
+    faults, other, sees, vision, unknown = pools(2).run(refusals)[0]
+    assert faults.splitlines() == [
+        "the stages do not have the modules of Small:",
+        "  stage 0 has layers.2.weight, and the model has not",
+        "  stage 1 has head, and the model has not",
+        f"  no stage has layers.1, layers.2, layers.3, {HEAD}",
+        f"  {remedy}layers.0 to layers.3, norm, {HEAD}",
+    ]
+    assert f"  torchtitan's own split has {HEAD}, and the model has not\n  no stage has other\n" in other
+    assert "\n  no stage has vision_encoder\n" in sees
+    own = (
+        f"torchtitan {installed()} has no pipeline_vlm" if IS_OLD else "no stage has vision_encoder, layers.0, "
+    )
+    assert own in vision
+    assert "unheard_of" in unknown
+
+
+def losses_of_vlm(*, ours: bool) -> list[float]:
+    torch.manual_seed(0)
+    schedule, parts, has_first, has_last = pipelined("pipeline_vlm", Small(HEAD, sees=True), None, ours=ours)
+    assert [part.vision_encoder is not None for part in parts] == [has_first]
+    ids, target = torch.randint(16, (2, BATCH, 1, 4), generator=torch.Generator().manual_seed(1))
+    optimizer = torch.optim.SGD([p for part in parts for p in part.parameters()], lr=0.1)
+    found: list[torch.Tensor] = []
+    for _ in range(STEPS):
+        schedule.step(
+            arg_mbs=[(each,) for each in ids] if has_first else None,
+            kwarg_mbs=[{} for _ in ids],
+            target_mbs=list(target) if has_last else None,
+            losses=found if has_last else None,
+            return_outputs=False,
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+    return [float(each) for each in found]
+
+
+def both_vlm() -> tuple[list[float], list[float]]:
+    return losses_of_vlm(ours=False), losses_of_vlm(ours=True)
+
+
+@pytest.mark.skipif(IS_OLD, reason="torchtitan 0.2.2 has no pipeline_vlm")
+def test_a_model_with_a_vision_encoder_trains_as_on_torchs_runtime(pools: Pools) -> None:
+    (_, _), (theirs, ours) = pools(2).run(both_vlm)
+    assert len(ours) == BATCH * STEPS
+    assert ours == pytest.approx(theirs, rel=1e-6)
+
+
+# --- what `penstock export` writes -------------------------------------------------------------------------
+
+
+def parsed(flags: list[str], toml: str) -> dict[str, Any]:
+    """What torchtitan reads from the flags, and from the file alone."""
+    load()
+    from torchtitan.config import ConfigManager  # noqa: PLC0415
+
+    model = [] if IS_OLD else ["--module=llama3", "--config=llama3_debugmodel"]
+    config: Any = ConfigManager().parse_args([*model, *flags])
+    found = {**vars_of(config.parallelism), **vars_of(config.training)}
+    if toml:
+        alone: Any = ConfigManager().parse_args([f"--job.config_file={toml}"])
+        assert {**vars_of(alone.parallelism), **vars_of(alone.training)} == found
+    return found
+
+
+def vars_of(section: Any) -> dict[str, Any]:
+    return {name: getattr(section, name) for name in section.__dataclass_fields__}
+
+
+def test_torchtitan_reads_what_export_writes(pools: Pools, tmp_path: Path) -> None:
+    schedule = penstock.build("zb-h1", ranks=2, microbatches=4)
+    export_torchtitan(schedule, parse_layout("Ett|tL"), 2, str(tmp_path)).write(tmp_path)
+    made = export_torchtitan(schedule, parse_layout("Ett|tL"), 2, str(tmp_path))
+    toml = tmp_path / "torchtitan.toml" if IS_OLD else None
+    flags = shlex.split(
+        " ".join(made.flags) if toml else (tmp_path / "flags.txt").read_text().replace("\\\n", "")
+    )
+    found = pools(2).run(parsed, flags, str(toml or ""))[0]
+    assert found["pipeline_parallel_degree"] == 2
+    assert found["pipeline_parallel_schedule"] == "1F1B"
+    assert (
+        Path(found["pipeline_parallel_schedule_csv"]).read_text(encoding="utf-8") == made.files["schedule.csv"]
+    )
+    assert found["pipeline_parallel_microbatch_size"] == 2
+    assert found["local_batch_size"] == 8
+    names = [["tok_embeddings", "layers.0", "layers.1"], ["layers.2", "norm", HEAD]]
+    assert found["module_fqns_per_model_part"] == names
+    assert found.get("disable_cuda_graphs", True)

@@ -10,11 +10,12 @@ import typer
 
 from penstock.arguments import plural
 from penstock.cli.estimate import config_from
-from penstock.cli.options import ScheduleSource, Sizes, completing, one_of, schedule_from
+from penstock.cli.options import ScheduleSource, Sizes, choice, completing, one_of, schedule_from
 from penstock.cli.rendering import require_folder
 from penstock.cost.estimate.model_config import ModelConfig, known_models
 from penstock.planning.layout import PipelineLayout, even_layout, layout_of_counts, parse_layout
 from penstock.trainers import export_megatron, export_torchtitan
+from penstock.trainers.torchtitan import VERSIONS
 
 _TRAINERS = ("torchtitan", "megatron")
 
@@ -46,6 +47,14 @@ def export(
     microbatch_size: Annotated[
         int, typer.Option("--microbatch-size", min=1, help="The samples of a microbatch.")
     ] = 1,
+    version: Annotated[
+        str | None,
+        choice(
+            "--trainer-version",
+            list(VERSIONS),
+            "The version of torchtitan; by default the installed one, else the newest of these.",
+        ),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="DIR", help="Write the files to this directory.")
     ] = None,
@@ -55,19 +64,21 @@ def export(
       penstock export torchtitan mine.csv --layers 32 -o out
       penstock export torchtitan mine.csv --model llama-3-8b -o out
       penstock export torchtitan mine.csv --model config.json -o out
-      penstock export torchtitan zbv -p 4 -m 8 --layout 'Et*3|(t*4|)*6,t*5L'
+      penstock export torchtitan zbv -p 4 -m 8 --layout 'Et*3|(t*4|)*6,t*5L' --trainer-version 0.2.2
       penstock export megatron interleaved-1f1b -p 4 -m 16 -v 2 --group 8 --layers 30
     """
+    if version is not None and trainer != "torchtitan":
+        raise typer.BadParameter(f"--trainer-version is a version of torchtitan; leave it out for {trainer}")
     require_folder(output)
     chosen = schedule_from(schedule, sizes)
     config = None if model is None else config_from(model)
     notes = []
     if trainer == "torchtitan" and config is not None and config.mtp_layers:
-        notes.append(f"torchtitan's models have no MTP layers: left out of {config.name}")
+        notes.append(f"torchtitan runs no MTP layers in pipelines: left out of {config.name}")
         config = replace(config, mtp_layers=0)
     parts = _layout(layers, layout, config, chosen.num_stages)
     if trainer == "torchtitan":
-        made = export_torchtitan(chosen, parts, microbatch_size, str(output or ""), config)
+        made = export_torchtitan(chosen, parts, microbatch_size, str(output or ""), config, version)
     else:
         made = export_megatron(chosen, parts, microbatch_size)
     if output is not None:

@@ -498,12 +498,17 @@ def get_schedule_class(schedule_name: str) -> type[_PipelineSchedule]:
     raise ValueError(f"unknown schedule {schedule_name!r}; known: {', '.join(classes)}")
 
 
-def schedule_over(built: Value, name: str, csv: str = "", **options: Value) -> _PipelineSchedule:
-    """Return the schedule of this name, or of a CSV file, over the stages of one of torch's schedules."""
+def schedule_over(built: Value, name: str, csv: str = "") -> _PipelineSchedule:
+    """Return the schedule of this name, or of a CSV file, with the stages and the loss of one of torch's."""
     kind: Value = _PipelineScheduleRuntime if csv else get_schedule_class(name)
     stages = stages_of(built)
     several = issubclass(kind, PipelineScheduleMulti)
-    schedule: Value = kind(stages if several else stages[0], microbatches_of(built), **options)
+    schedule: Value = kind(
+        stages if several else stages[0],
+        microbatches_of(built),
+        loss_fn=built._loss_fn,
+        scale_grads=built.scale_grads,
+    )
     if csv:
         schedule._load_csv(csv)
     return schedule  # type: ignore[no-any-return]
