@@ -19,6 +19,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 __all__ = ["BATCH", "IS_OLD", "SEQUENCE", "Run", "installed", "load", "run_trainer", "small_llama"]
 
@@ -39,10 +40,11 @@ IS_OLD = installed().startswith("0.2")
 
 @dataclass(frozen=True)
 class Run:
-    """What to train: a schedule by name or CSV, and the sizes of the other parallelisms."""
+    """What to train: a schedule, and the sizes of the other parallelisms."""
 
     schedule: str
-    csv: str = ""
+    order: str = ""
+    """A CSV file, or what becomes one."""
     shards: int = 1
     """Of FSDP2."""
     tensors: int = 1
@@ -75,6 +77,13 @@ def load() -> None:
     ):
         import torchtitan.tools.utils  # noqa: PLC0415
     assert torchtitan.tools.utils.device_module is device
+    set_factor = FSDPModule.set_gradient_divide_factor
+
+    def set_factor_and_sum(module: Any, factor: float) -> None:
+        set_factor(module, factor)
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
+
+    FSDPModule.set_gradient_divide_factor = set_factor_and_sum  # type: ignore[method-assign]
 
 
 class Batches:
@@ -195,13 +204,13 @@ def _new_trainer(run: Run, folder: Path, *, ours: bool) -> Any:
     from penstock.trainers.torchtitan import pipeline_llm  # noqa: PLC0415
 
     @dataclass(kw_only=True)
-    class Data(BaseDataLoader.Config):
+    class Data(BaseDataLoader.Config):  # type: ignore[misc]
         infinite: bool = True
 
         def build(self, *, dp_rank: int, local_batch_size: int, **_: Any) -> Batches:
             return Batches(dp_rank, local_batch_size)
 
-    class Tokens(BaseTokenizer.Config):
+    class Tokens(BaseTokenizer.Config):  # type: ignore[misc]
         def build(self, **_: Any) -> None:
             """No tokenizer."""
 
@@ -233,7 +242,7 @@ def _set_sizes(config: Any, run: Run) -> None:
         torch.distributed.get_world_size() // run.shards // run.tensors
     )
     config.parallelism.pipeline_parallel_schedule = run.schedule
-    config.parallelism.pipeline_parallel_schedule_csv = run.csv
+    config.parallelism.pipeline_parallel_schedule_csv = run.order
     config.parallelism.data_parallel_shard_degree = run.shards
     config.parallelism.tensor_parallel_degree = run.tensors
     config.metrics.log_freq = 1

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,30 +30,18 @@ pytestmark = pytest.mark.skipif(not installed(), reason="torchtitan is not insta
 STEPS = 3
 
 
-def compare(run: Run, folder: Path) -> tuple[list[Any], list[Any], bool]:
-    """What is logged on torch's runtime and on ours, and whether the parameters are equal after it."""
-    theirs, parameters, module = run_trainer(run, folder, ours=False)
-    assert module == "torch.distributed.pipelining.schedules"
-    ours, own, module = run_trainer(run, folder, ours=True)
-    assert module == "penstock.pipelining.schedules"
-    same = all(torch.allclose(own[each], parameters[each], rtol=1e-4, atol=1e-6) for each in parameters)
-    return theirs, ours, same and bool(parameters) and own.keys() == parameters.keys()
-
+SPLIT = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV", "zb-h1")
+"""Of the schedules below, those that split backwards."""
 
 RUNS = [
-    *(
-        Run(name)
-        for name in (
-            "GPipe",
-            "1F1B",
-            "Interleaved1F1B",
-            "LoopedBFS",
-            "InterleavedZeroBubble",
-            "ZBVZeroBubble",
-            "DualPipeV",
-        )
-    ),
-    Run("1F1B", csv="zb-h1"),
+    Run("GPipe"),
+    Run("1F1B"),
+    Run("Interleaved1F1B"),
+    Run("LoopedBFS"),
+    Run("InterleavedZeroBubble"),
+    Run("ZBVZeroBubble"),
+    Run("DualPipeV"),
+    Run("1F1B", order="zb-h1"),
     Run("Interleaved1F1B", shards=2),
     Run("1F1B", tensors=2),
     *(
@@ -63,20 +52,51 @@ RUNS = [
 ]
 
 
+def reference(run: Run) -> Run:
+    """What torch's runtime runs in comparison: the same, or what has the same stages and no split backwards.
+
+    torchtitan 0.3.0 has all stages in FSDP2, and with torch 2.15.0 torch's runtime loses gradients of split
+    backwards there: the norm of InterleavedZeroBubble is 1.35 where that of Interleaved1F1B is 2.87.
+    """
+    if IS_OLD or (run.order or run.schedule) not in SPLIT:
+        return run
+    if run.schedule in ("ZBVZeroBubble", "DualPipeV"):
+        return replace(run, order="gpipe in a V")
+    return replace(run, schedule=run.schedule.replace("ZeroBubble", "1F1B"), order="")
+
+
+def write_order(run: Run, folder: Path) -> Run:
+    """The run with its order as CSV."""
+    if not run.order:
+        return run
+    csv = folder / f"{run.order}.csv"
+    if run.order == "gpipe in a V":
+        rows = [["0F", "3F", "3B", "0B"], ["1F", "2F", "2B", "1B"]]
+        actions = [[f"{each}{k}" for each in row for k in range(BATCH)] for row in rows]
+        csv.write_text("\n".join(map(",".join, actions)) + "\n", encoding="utf-8")
+    else:
+        penstock.build(run.order, ranks=2, microbatches=BATCH).write(csv)
+    return replace(run, order=str(csv))
+
+
 @pytest.mark.parametrize("run", RUNS, ids=str)
 @small(lambda run: run == Run("Interleaved1F1B"))  # torchtitan takes ten seconds to load
 def test_the_trainer_logs_the_same_and_has_the_same_parameters(pools: Pools, run: Run, tmp_path: Path) -> None:
-    if run.csv:
-        csv = tmp_path / f"{run.csv}.csv"
-        penstock.build(run.csv, ranks=2, microbatches=BATCH).write(csv)
-        run = replace(run, csv=str(csv))
-    results = pools(2 * run.shards * run.tensors).run(compare, run, tmp_path)
-    assert all(same for _, _, same in results)
-    for theirs, ours, _ in results:
-        assert len(ours) == STEPS + run.validates
-        for expected, found in zip(theirs, ours, strict=True):
-            assert found == pytest.approx(expected, rel=1e-5)
-    assert any(loss > 0 for _, ours, _ in results for _, loss, *_ in ours)
+    pool, found = pools(2 * run.shards * run.tensors), []
+    for ours, chosen in ((False, reference(run)), (True, run)):
+        if pool.ranks > 2 and not IS_OLD:  # FSDP2 refuses the mesh of a second trainer in a process
+            pool.stop()
+        found.append(pool.run(partial(run_trainer, ours=ours), write_order(chosen, tmp_path), tmp_path))
+    for (theirs, parameters, module), (ours_logged, own, our_module) in zip(*found, strict=True):
+        assert module == "torch.distributed.pipelining.schedules"
+        assert our_module == "penstock.pipelining.schedules"
+        assert len(ours_logged) == run.steps + run.validates
+        for expected, logged in zip(theirs, ours_logged, strict=True):
+            assert logged == pytest.approx(expected, rel=1e-5)
+        assert own.keys() == parameters.keys() != set()
+        for name, parameter in own.items():
+            torch.testing.assert_close(parameter, parameters[name], rtol=1e-4, atol=1e-6)
+    assert any(loss > 0 for logged, _, _ in found[1] for _, loss, *_ in logged)
 
 
 # --- a model of our own: its modules, and a vision encoder ------------------------------------------------
@@ -203,18 +223,20 @@ def losses_of_vlm(*, ours: bool) -> list[float]:
     assert [part.vision_encoder is not None for part in parts] == [has_first]
     ids, target = torch.randint(16, (2, BATCH, 1, 4), generator=torch.Generator().manual_seed(1))
     optimizer = torch.optim.SGD([p for part in parts for p in part.parameters()], lr=0.1)
-    found: list[torch.Tensor] = []
+    found = []
     for _ in range(STEPS):
+        losses: list[torch.Tensor] = []
         schedule.step(
             arg_mbs=[(each,) for each in ids] if has_first else None,
             kwarg_mbs=[{} for _ in ids],
             target_mbs=list(target) if has_last else None,
-            losses=found if has_last else None,
+            losses=losses if has_last else None,
             return_outputs=False,
         )
+        found += [float(each.detach()) for each in losses]
         optimizer.step()
         optimizer.zero_grad()
-    return [float(each) for each in found]
+    return found
 
 
 def both_vlm() -> tuple[list[float], list[float]]:
@@ -237,16 +259,19 @@ def parsed(flags: list[str], toml: str) -> dict[str, Any]:
     from torchtitan.config import ConfigManager  # noqa: PLC0415
 
     model = [] if IS_OLD else ["--module=llama3", "--config=llama3_debugmodel"]
-    config: Any = ConfigManager().parse_args([*model, *flags])
-    found = {**vars_of(config.parallelism), **vars_of(config.training)}
-    if toml:
-        alone: Any = ConfigManager().parse_args([f"--job.config_file={toml}"])
-        assert {**vars_of(alone.parallelism), **vars_of(alone.training)} == found
+    found = settings_of(ConfigManager().parse_args([*model, *flags]))
+    assert not toml or settings_of(ConfigManager().parse_args([f"--job.config_file={toml}"])) == found
     return found
 
 
-def vars_of(section: Any) -> dict[str, Any]:
-    return {name: getattr(section, name) for name in section.__dataclass_fields__}
+def settings_of(config: Any) -> dict[str, Any]:
+    names = ("degree", "schedule", "schedule_csv", "microbatch_size")
+    return {
+        **{name: getattr(config.parallelism, f"pipeline_parallel_{name}") for name in names},
+        "modules": config.parallelism.module_fqns_per_model_part,
+        "batch": config.training.local_batch_size,
+        "disable_cuda_graphs": getattr(config.training, "disable_cuda_graphs", None),
+    }
 
 
 def test_torchtitan_reads_what_export_writes(pools: Pools, tmp_path: Path) -> None:
@@ -258,13 +283,13 @@ def test_torchtitan_reads_what_export_writes(pools: Pools, tmp_path: Path) -> No
         " ".join(made.flags) if toml else (tmp_path / "flags.txt").read_text().replace("\\\n", "")
     )
     found = pools(2).run(parsed, flags, str(toml or ""))[0]
-    assert found["pipeline_parallel_degree"] == 2
-    assert found["pipeline_parallel_schedule"] == "1F1B"
-    assert (
-        Path(found["pipeline_parallel_schedule_csv"]).read_text(encoding="utf-8") == made.files["schedule.csv"]
-    )
-    assert found["pipeline_parallel_microbatch_size"] == 2
-    assert found["local_batch_size"] == 8
-    names = [["tok_embeddings", "layers.0", "layers.1"], ["layers.2", "norm", HEAD]]
-    assert found["module_fqns_per_model_part"] == names
-    assert found.get("disable_cuda_graphs", True)
+    assert Path(found["schedule_csv"]).read_text(encoding="utf-8") == made.files["schedule.csv"]
+    assert found == {
+        "degree": 2,
+        "schedule": "1F1B",
+        "schedule_csv": str(tmp_path / "schedule.csv"),
+        "microbatch_size": 2,
+        "modules": [["tok_embeddings", "layers.0", "layers.1"], ["layers.2", "norm", HEAD]],
+        "batch": 8,
+        "disable_cuda_graphs": None if IS_OLD else True,
+    }
