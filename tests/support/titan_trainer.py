@@ -11,7 +11,7 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -51,8 +51,14 @@ class Run:
     """Ranks of tensor parallelism."""
     steps: int = 3
     validates: bool = False
+    recomputes: bool = False
+    """Whether it has torchtitan's default, selective activation checkpointing."""
     backend: str = "spmd_types"
     """Of 0.3.0: how it keeps the placement of tensors."""
+
+    def __str__(self) -> str:
+        given = {each.name: getattr(self, each.name) for each in fields(self)[1:]}
+        return "-".join([self.schedule, *(f"{k}={v}" for k, v in given.items() if v != getattr(Run, k))])
 
 
 def load() -> None:
@@ -83,7 +89,7 @@ def load() -> None:
         set_factor(module, factor)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
 
-    FSDPModule.set_gradient_divide_factor = set_factor_and_sum  # type: ignore[method-assign]
+    FSDPModule.set_gradient_divide_factor = set_factor_and_sum  # type: ignore[assignment, method-assign]
 
 
 class Batches:
@@ -189,7 +195,7 @@ def _old_trainer(run: Run, folder: Path, *, ours: bool) -> Any:
     config = JobConfig()
     config.model.name = config.model.flavor = "small"
     config.job.dump_folder = str(folder)
-    config.activation_checkpoint.mode = "none"
+    config.activation_checkpoint.mode = "selective" if run.recomputes else "none"
     config.training.mixed_precision_param = "float32"
     config.parallelism.pipeline_parallel_expert_parallel_overlap = False  # in DualPipeV it needs a GPU
     _set_sizes(config, run)
@@ -218,7 +224,8 @@ def _new_trainer(run: Run, folder: Path, *, ours: bool) -> Any:
     changed = {"model": small_llama()} | ({"pipelining_fn": pipeline_llm} if ours else {})
     config.model_spec = replace(config.model_spec, state_dict_adapter=None, **changed)
     config.dump_folder = str(folder)
-    config.activation_checkpoint = None
+    if not run.recomputes:
+        config.activation_checkpoint = None
     config.training.disable_cuda_graphs = True
     config.training.mixed_precision_param = "float32"
     config.parallelism.spmd_backend = run.backend
