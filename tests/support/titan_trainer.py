@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -53,6 +54,8 @@ class Run:
     validates: bool = False
     recomputes: bool = False
     """Whether it has torchtitan's default, selective activation checkpointing."""
+    model: str = "llama3"
+    """Of 0.3.0: another has the sizes of torchtitan's debug model."""
     backend: str = "spmd_types"
     """Of 0.3.0: how it keeps the placement of tensors."""
 
@@ -120,7 +123,6 @@ def small_llama() -> Any:
 
         return TransformerModelArgs(dim=32, n_layers=LAYERS, n_heads=4, vocab_size=WORDS, max_seq_len=SEQUENCE)
     from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm  # noqa: PLC0415
-    from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: PLC0415
     from torchtitan.models.llama3 import Llama3Model, _build_llama3_layers  # noqa: PLC0415
 
     weights, norm = {"weight": torch.nn.init.normal_}, {"weight": torch.nn.init.ones_}
@@ -128,8 +130,6 @@ def small_llama() -> Any:
     layers = _build_llama3_layers(
         n_layers=LAYERS, dim=32, n_heads=4, hidden_dim=64, rope=rope, attn_backend="flex"
     )
-    for layer in layers:  # torch has no backward of flex attention on CPUs
-        layer.attention.inner_attention = ScaledDotProductAttention.Config()
     return Llama3Model.Config(
         dim=32,
         vocab_size=WORDS,
@@ -205,7 +205,7 @@ def _old_trainer(run: Run, folder: Path, *, ours: bool) -> Any:
 def _new_trainer(run: Run, folder: Path, *, ours: bool) -> Any:
     from torchtitan.components.dataloader import BaseDataLoader  # noqa: PLC0415
     from torchtitan.components.tokenizer import BaseTokenizer  # noqa: PLC0415
-    from torchtitan.models.llama3.config_registry import llama3_debugmodel  # noqa: PLC0415
+    from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: PLC0415
 
     from penstock.trainers.torchtitan import pipeline_llm  # noqa: PLC0415
 
@@ -220,9 +220,16 @@ def _new_trainer(run: Run, folder: Path, *, ours: bool) -> Any:
         def build(self, **_: Any) -> None:
             """No tokenizer."""
 
-    config: Any = llama3_debugmodel()
-    changed = {"model": small_llama()} | ({"pipelining_fn": pipeline_llm} if ours else {})
-    config.model_spec = replace(config.model_spec, state_dict_adapter=None, **changed)
+    registry = import_module(f"torchtitan.models.{run.model}.config_registry")
+    config: Any = getattr(registry, f"{run.model}_debugmodel")()
+    config.model_spec.state_dict_adapter = None
+    if ours:
+        config.model_spec.pipelining_fn = pipeline_llm
+    if run.model == "llama3":
+        config.model_spec.model = small_llama()
+        config.loss.loss_fn.global_vocab_size = WORDS
+    for layer in config.model_spec.model.layers:  # torch has no backward of flex attention on CPUs
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
     config.dump_folder = str(folder)
     if not run.recomputes:
         config.activation_checkpoint = None
@@ -230,7 +237,6 @@ def _new_trainer(run: Run, folder: Path, *, ours: bool) -> Any:
     config.training.mixed_precision_param = "float32"
     config.parallelism.spmd_backend = run.backend
     config.dataloader, config.tokenizer = Data(), Tokens()
-    config.loss.loss_fn.global_vocab_size = WORDS
     if run.validates:
         config.validator.enable, config.validator.freq, config.validator.steps = True, 2, 1
         config.validator.dataloader = Data()

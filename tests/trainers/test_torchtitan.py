@@ -33,6 +33,12 @@ STEPS = 3
 SPLIT = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV", "zb-h1")
 """Of the schedules below, those that split backwards."""
 
+ONLY_NEW = [
+    Run("Interleaved1F1B", validates=True),
+    Run("Interleaved1F1B", model="deepseek_v3"),
+    Run("1F1B", tensors=2, backend="full_dtensor"),
+]
+
 RUNS = [
     Run("GPipe"),
     Run("1F1B"),
@@ -45,11 +51,7 @@ RUNS = [
     Run("ZBVZeroBubble", recomputes=True),
     Run("Interleaved1F1B", shards=2),
     Run("1F1B", tensors=2),
-    *(
-        []
-        if IS_OLD
-        else [Run("Interleaved1F1B", validates=True), Run("1F1B", tensors=2, backend="full_dtensor")]
-    ),
+    *([] if IS_OLD else ONLY_NEW),
 ]
 
 

@@ -202,11 +202,10 @@ def _notes(schedule: Schedule, name: str, number: str, *, is_named: bool) -> lis
         notes[0] += f"; {_TOML} has the same settings as tables"
     if VERSIONS[number].has_cuda_graphs:
         notes[0] += ", which has no CUDA graphs in pipelines"
-    if not is_named:
-        notes.append(
-            f"{name} is given for its placement only; the order is that of {_CSV}, which each rank reads"
-        )
-    if not is_named and schedule.table.has_pairs:
+    if is_named:
+        return notes
+    notes.append(f"{name} is given for its placement only; the order is that of {_CSV}, which each rank reads")
+    if schedule.table.has_pairs:
         notes.append(
             "torch's runtime runs both halves of an overlapped pair one after the other; test a step of this "
             "schedule with a timeout first"
@@ -272,6 +271,8 @@ def _pipeline(
         from torchtitan.distributed import pipeline_parallel  # noqa: PLC0415 -- optional
     except ImportError as error:
         raise MissingExtraError(f"this function needs torchtitan: pip install torchtitan ({error})") from error
+    from penstock.pipelining import schedules  # noqa: PLC0415 -- needs torch
+
     theirs: Callable[..., Any] | None = getattr(pipeline_parallel, name, None)
     if theirs is None:
         raise PipelineError(
@@ -282,7 +283,14 @@ def _pipeline(
     given = call.arguments
     job = given.get("job_config")  # of 0.2.2, with all settings
     settings, number = (given["parallelism"], "0.3.0") if job is None else (job.parallelism, "0.2.2")
-    _check_overlap(given["parallel_dims"], settings)
+    schedule_name, csv = settings.pipeline_parallel_schedule, settings.pipeline_parallel_schedule_csv
+    overlap = getattr(settings, "pipeline_parallel_expert_parallel_overlap", False)  # of 0.2.2
+    is_dualpipev = schedules.get_schedule_class(schedule_name) is schedules.ScheduleDualPipeV
+    if overlap and given["parallel_dims"].ep > 1 and is_dualpipev:
+        raise PipelineError(
+            "torchtitan's overlap of expert-parallel communication is code for torch's runtime: set "
+            "parallelism.pipeline_parallel_expert_parallel_overlap = false"
+        )
     own = ["tok_embeddings", "norm", VERSIONS[number].head]
     _check_modules(given["model"], settings.module_fqns_per_model_part, own, optional)
     without_csv = dataclasses.replace(settings, pipeline_parallel_schedule_csv="")
@@ -292,15 +300,7 @@ def _pipeline(
         given["job_config"] = copy.copy(job)
         given["job_config"].parallelism = without_csv
     built, parts, has_first, has_last = theirs(*call.args, **call.kwargs)
-    return _on_our_runtime(built, settings), parts, has_first, has_last
-
-
-def _on_our_runtime(built: Any, settings: Any) -> _PipelineSchedule:
-    """The schedule of these settings over the stages of torch's schedule."""
-    from penstock.pipelining import schedules  # noqa: PLC0415 -- needs torch
-
-    csv, name = settings.pipeline_parallel_schedule_csv, settings.pipeline_parallel_schedule
-    return schedules.schedule_over(built, name, csv or "")
+    return schedules.schedule_over(built, schedule_name, csv or ""), parts, has_first, has_last
 
 
 def _check_modules(
@@ -345,17 +345,3 @@ def _modules_of(model: Any) -> list[str]:
         else:
             found.append(name)
     return found
-
-
-def _check_overlap(parallel_dims: Any, settings: Any) -> None:
-    from penstock.pipelining import schedules  # noqa: PLC0415 -- needs torch
-
-    wanted = getattr(settings, "pipeline_parallel_expert_parallel_overlap", False) and parallel_dims.ep > 1
-    if (
-        wanted
-        and schedules.get_schedule_class(settings.pipeline_parallel_schedule) is schedules.ScheduleDualPipeV
-    ):
-        raise PipelineError(
-            "torchtitan's overlap of expert-parallel communication is code for torch's runtime: set "
-            "parallelism.pipeline_parallel_expert_parallel_overlap = false"
-        )
