@@ -48,6 +48,7 @@ RUNS = [
     Run("ZBVZeroBubble"),
     Run("DualPipeV"),
     Run("1F1B", order="zb-h1"),
+    Run("PipelineScheduleSingle", order="zb-h1"),
     Run("ZBVZeroBubble", recomputes=True),
     Run("Interleaved1F1B", shards=2),
     Run("1F1B", tensors=2),
@@ -66,7 +67,7 @@ def reference(run: Run) -> Run:
         return run
     if run.schedule in ("ZBVZeroBubble", "DualPipeV"):
         return replace(run, order="gpipe in a V")
-    return replace(run, schedule=run.schedule.replace("ZeroBubble", "1F1B"), order="")
+    return replace(run, schedule="1F1B" if run.order else "Interleaved1F1B", order="")
 
 
 def write_order(run: Run, folder: Path) -> Run:

@@ -245,7 +245,8 @@ def _toml(settings: Mapping[str, object], stages: Sequence[Sequence[str]], batch
 # by its name, or from the CSV, and runs it over the stages. A CSV may have any order with the placement that
 # torchtitan derives from the name (`penstock export torchtitan` chooses the name).
 #
-# The arguments are those of the installed torchtitan. All go to its own function, but for the CSV.
+# The arguments are those of the installed torchtitan, and all go to its own function. With a CSV, it builds a
+# simple schedule of the same placement, over whose stages the order of the CSV runs.
 
 
 # ruff: noqa: ANN401 -- torch's private names; torchtitan has no types
@@ -285,20 +286,26 @@ def _pipeline(
     settings, number = (given["parallelism"], "0.3.0") if job is None else (job.parallelism, "0.2.2")
     schedule_name, csv = settings.pipeline_parallel_schedule, settings.pipeline_parallel_schedule_csv
     overlap = getattr(settings, "pipeline_parallel_expert_parallel_overlap", False)  # of 0.2.2
-    is_dualpipev = schedules.get_schedule_class(schedule_name) is schedules.ScheduleDualPipeV
-    if overlap and given["parallel_dims"].ep > 1 and is_dualpipev:
+    kind = schedules.get_schedule_class(schedule_name)
+    if overlap and given["parallel_dims"].ep > 1 and kind is schedules.ScheduleDualPipeV:
         raise PipelineError(
             "torchtitan's overlap of expert-parallel communication is code for torch's runtime: set "
             "parallelism.pipeline_parallel_expert_parallel_overlap = false"
         )
     own = ["tok_embeddings", "norm", VERSIONS[number].head]
     _check_modules(given["model"], settings.module_fqns_per_model_part, own, optional)
-    without_csv = dataclasses.replace(settings, pipeline_parallel_schedule_csv="")
+    plain = settings
+    if csv:  # torch's class of this name may be abstract, or refuse the number of microbatches
+        is_v = kind in (schedules.ScheduleZBVZeroBubble, schedules.ScheduleDualPipeV)
+        is_single = issubclass(kind, schedules.PipelineScheduleSingle)
+        stand_in = "ZBVZeroBubble" if is_v else "GPipe" if is_single else "LoopedBFS"
+        names = {"pipeline_parallel_schedule": stand_in, "pipeline_parallel_schedule_csv": ""}
+        plain = dataclasses.replace(settings, **names)
     if job is None:
-        given["parallelism"] = without_csv
+        given["parallelism"] = plain
     else:
         given["job_config"] = copy.copy(job)
-        given["job_config"].parallelism = without_csv
+        given["job_config"].parallelism = plain
     built, parts, has_first, has_last = theirs(*call.args, **call.kwargs)
     return schedules.schedule_over(built, schedule_name, csv or ""), parts, has_first, has_last
 
