@@ -514,5 +514,16 @@ def schedule_over(built: Value, name: str, csv: str = "") -> _PipelineSchedule:
     return schedule  # type: ignore[no-any-return]
 
 
+def names_of_modules(model: torch.nn.Module) -> list[str]:
+    """Return the names of what torchtitan can place: children, and in place of containers their entries."""
+    found = []
+    for name, module in model.named_children():
+        if isinstance(module, torch.nn.ModuleDict | torch.nn.ModuleList):
+            found += [f"{name}.{entry}" for entry, _ in module.named_children()]
+        else:
+            found.append(name)
+    return found
+
+
 def _check_torch_compile_compatibility(stages: list[_PipelineStageBase], schedule_name: str) -> None:
     """Nothing to check: compiled stages compute their weight gradients in I."""

@@ -318,7 +318,9 @@ def _check_modules(
     torchtitan would remove from each stage what its names leave out, and skip names without a module. Without
     `stages`, its own split has all layers, the `own` modules, and the `optional` ones that the model has.
     """
-    known = _modules_of(model)
+    from penstock.pipelining import schedules  # noqa: PLC0415 -- needs torch
+
+    known = schedules.names_of_modules(model)
     if stages is None:
         split = {*own, *(name for name in known if name in optional or name.startswith("layers."))}
         unknown = [name for name in own if name not in known]
@@ -339,16 +341,3 @@ def _check_modules(
     remedy = f"set parallelism.module_fqns_per_model_part to the modules of each stage, of {listed(brief)}"
     heading = f"the stages do not have the modules of {type(model).__name__}:"
     raise PipelineError("\n  ".join([heading, *problems, remedy]))
-
-
-def _modules_of(model: Any) -> list[str]:
-    """The names of all modules that torchtitan can place: children, and in place of a container its entries."""
-    from torch import nn  # noqa: PLC0415 -- optional
-
-    found = []
-    for name, module in model.named_children():
-        if isinstance(module, nn.ModuleDict | nn.ModuleList):
-            found += [f"{name}.{entry}" for entry, _ in module.named_children()]
-        else:
-            found.append(name)
-    return found
