@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from penstock.arguments import listed, plural, some
 from penstock.cost.estimate.model_config import ModelConfig
@@ -251,7 +251,7 @@ def _toml(settings: Mapping[str, object], stages: Sequence[Sequence[str]], batch
 
 # ruff: noqa: ANN401 -- torch's private names; torchtitan has no types
 
-_Pipelined = tuple["_PipelineSchedule", list[Any], bool, bool]
+_Pipelined: TypeAlias = "tuple[_PipelineSchedule, list[Any], bool, bool]"
 
 
 def pipeline_llm(*args: Any, **kwargs: Any) -> _Pipelined:
