@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock import Costs, Kind, Schedule, ScheduleError
+from penstock import Action, Costs, Kind, Schedule, ScheduleError
 from penstock.loops import Loop
 from penstock.lowering import (
     AddCommunication,
@@ -33,6 +33,19 @@ def with_waits(schedule: Schedule, *, past_sends: bool = False) -> Schedule:
     """A compute schedule with communication and the waits of torch."""
     deferred = [DeferReceives(past_sends=True)] if past_sends else []
     return lower(schedule, [AddCommunication(), *deferred, AddSendWaits()])
+
+
+def with_late_receives(schedule: Schedule) -> Schedule:
+    """The same, with every receive directly before its use, whatever else that passes."""
+    rows = [list(row) for row in schedule.ranks]
+    for row in rows:
+        for receive in [step for step in row if step.kind.is_receive]:
+            (part,) = receive.parts
+            uses = (Kind.F,) if part.kind is Kind.RECV_F else (Kind.I, Kind.B)
+            row.remove(receive)
+            used = {Action(kind, part.stage, part.microbatch) for kind in uses}
+            row.insert(next(at for at, step in enumerate(row) if used & set(step.parts)), receive)
+    return Schedule(rows, schedule.placement, schedule.microbatches)
 
 
 def most_pending(schedule: Schedule) -> int:
@@ -154,8 +167,10 @@ def test_lists_that_wait_in_a_cycle_are_rejected() -> None:
 @pytest.mark.parametrize("seed", range(examples(400)))
 def test_the_budget_is_held_at_every_point_and_all_lists_still_run(seed: int) -> None:
     rng = random.Random(seed)
-    compute = random_compute(rng)
-    schedule = with_waits(compute, past_sends=rng.random() < 0.5)
+    compute, late = random_compute(rng), rng.random() < 0.5
+    schedule = with_waits(compute, past_sends=not late)
+    if late:
+        schedule = AddSendWaits()(with_late_receives(lower(compute, [AddCommunication()])))
     if not len(schedule.messages.edge):
         return
     ends = other_ends(schedule)
@@ -168,7 +183,7 @@ def test_the_budget_is_held_at_every_point_and_all_lists_still_run(seed: int) ->
         assert most_pending(moved) <= limit
         assert without_waits(moved) == without_waits(schedule)
         assert can_run([list(map(str, row)) for row in moved.ranks], ends)
-        assert penstock.validate(moved, send_model="edge-streams") == []
+        assert {each.code for each in penstock.validate(moved, "edge-streams")} <= {"channel-order"}
     assert SendBudget(most_pending(schedule))(schedule) == schedule
 
 
@@ -206,8 +221,8 @@ def _inserted(rows: list[list[str]], rank: int, at: int, send: str) -> list[list
 @pytest.mark.parametrize("seed", range(examples(200)))
 def test_a_limit_is_refused_only_where_no_waits_keep_to_it(seed: int) -> None:
     rng = random.Random(seed)
-    schedule = with_waits(random_compute(rng), past_sends=True)
-    if not 0 < len(schedule.messages.edge) <= 16:
+    schedule = AddSendWaits()(with_late_receives(lower(random_compute(rng), [AddCommunication()])))
+    if not 0 < len(schedule.messages.edge) <= 12:
         return
     smallest = smallest_send_budget(schedule)
     assert all(feasible(schedule, limit) == (limit >= smallest) for limit in range(1, smallest + 2))

@@ -292,9 +292,7 @@ class Lowering:
         if self.send_budget is None:
             return schedule
         if not schedule.table.has(*SEND_WAITS):
-            raise typer.BadParameter(
-                "--send-budget: there are no waits for sends; --lowered --torch 2.15 adds them"
-            )
+            raise typer.BadParameter("--send-budget needs waits for sends: add --lowered --torch 2.15")
         return lower(schedule, [SendBudget(self.send_budget)])
 
 
