@@ -235,3 +235,12 @@ def test_stages_per_rank_can_be_a_list(run: Run) -> None:
     wrong = run("show", "zbv", "-p", 3, "-m", 2, "-v", "1,x,1")
     assert wrong.code == 2
     assert "(given 1,x,1)" in wrong.err
+
+
+def test_a_written_file_has_the_waits_of_the_torch_version(run: Run, tmp_path: Path) -> None:
+    options = ("--lowered", "--torch", "2.15", "--send-budget", 1)
+    assert run(*SMALL, *options, "-o", "waits.csv").code == 0
+    text = (tmp_path / "waits.csv").read_text()
+    assert text.startswith("0UNSHARD,0F0,0SEND_F0,0F1,0WAIT_SEND_F0,0SEND_F1,0RECV_B0,")
+    assert run("check", "waits.csv").code == 0
+    assert run("check", "1f1b", "-p", 2, "-m", 2, *options).code == 0

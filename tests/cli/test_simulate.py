@@ -177,3 +177,40 @@ def test_a_progress_bar_on_a_terminal_leaves_the_json_in_a_pipe_alone() -> None:
     assert json.loads(done.stdout)["makespan"] == 33
     assert b"writing" in os.read(terminal, 1 << 20)
     os.close(terminal)
+
+
+# --- waits -----------------------------------------------------------------------------------------
+
+
+def test_a_send_budget_says_what_it_costs(run: Run) -> None:
+    given = ("simulate", "dualpipev", "-p", 3, "-m", 8, "--lowered", "--torch", "2.15", "-c", "sends.toml")
+    costs = ("activation_message_bytes", "gradient_message_bytes", "bandwidth_bytes_per_second")
+    Path("sends.toml").write_text("".join(f"{name} = 1\n" for name in costs))
+    printed = run(*given, "--send-budget", 1, "--send-model", "edge-streams").out
+    assert "makespan  80 units" in printed
+    assert "budget    77 units     without a send budget: +3.9% with it" in printed
+    assert "budget" not in run(*given).out
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (("--torch", "2.15"), "--torch names whose actions --lowered adds"),
+        (("--lowered", "--torch", "2.15", "--sharding", "cost"), "--torch and --sharding cost: give one"),
+        (("--lowered", "--torch", "2.12"), "--torch is one of 2.13, 2.14, 2.15 (given 2.12)"),
+        (("--lowered", "--send-budget", 1), "--send-budget needs waits for sends: add --lowered --torch 2.15"),
+    ],
+)
+def test_options_of_waits_that_do_not_fit_are_wrong_usage(
+    options: tuple[str | int, ...], text: str, run: Run
+) -> None:
+    result = run("simulate", "1f1b", "-p", 2, "-m", 2, *options)
+    assert result.code == 2
+    assert text in result.err
+
+
+def test_a_send_budget_that_cannot_be_met_is_an_error(run: Run) -> None:
+    result = run("simulate", "1f1b", "-p", 2, "-m", 2, "--lowered", "--torch", "2.15", "--send-budget", 0)
+    assert result.code == 2
+    assert "--send-budget: send-budget: rank 0 cannot keep to 0 pending sends: " in result.err
+    assert "the smallest limit is 1" in result.err

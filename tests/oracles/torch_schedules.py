@@ -6,6 +6,8 @@ from typing import Any
 
 from torch.distributed.pipelining import schedules
 
+from penstock import Placement, Schedule, parse_action
+
 torch_schedules: Any = schedules  # private functions, used without types
 Rows = list[list[str]]
 
@@ -48,6 +50,14 @@ def built(name: str, ranks: int, stages_per_rank: int, microbatches: int, **opti
     """Create a schedule of torch; raises ValueError if torch rejects the arguments."""
     stages = [Recorder(i * ranks, ranks * stages_per_rank, ranks, []) for i in range(stages_per_rank)]
     return torch_schedules.get_schedule_class(name)(stages, microbatches, loss_fn=lambda *_: None, **options)
+
+
+def built_schedule(theirs: Any, microbatches: int) -> Schedule:
+    """The lowered lists of a schedule of torch."""
+    hosts = theirs.stage_index_to_group_rank
+    placement = Placement(tuple(hosts[stage] for stage in range(len(hosts))))
+    rows = [list(map(parse_action, row)) for row in as_rows(theirs.pipeline_order_with_comms)]
+    return Schedule(rows, placement, microbatches)
 
 
 def as_rows(order: dict[int, list[Any]]) -> Rows:

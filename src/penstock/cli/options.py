@@ -20,9 +20,10 @@ from penstock.errors import FormatError, PlacementError
 from penstock.families import families, find
 from penstock.formats import format_of, read
 from penstock.ir.graph import StageGraph
+from penstock.ir.kinds import SEND_WAITS
 from penstock.ir.placement import most_stages
 from penstock.ir.schedule import Schedule
-from penstock.lowering import lower
+from penstock.lowering import TORCH_PASSES, SendBudget, lower
 from penstock.service import FIT, Source, add_memory_actions, is_file, place_sharding, read_costs
 from penstock.validation import SendModel
 
@@ -156,6 +157,18 @@ GivenSchedule: TypeAlias = Annotated[
 Lowered: TypeAlias = Annotated[
     bool, typer.Option("--lowered", help="Add communication, sharding and gradient reduction.")
 ]
+TorchVersion: TypeAlias = Annotated[
+    str | None,
+    choice("--torch", tuple(TORCH_PASSES), "With --lowered: the lists that this version of torch makes."),
+]
+SendBudgetOption: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        "--send-budget",
+        metavar="NUMBER",
+        help="Wait for sends earlier: so many of a rank may be pending. Needs waits, as of --torch 2.15.",
+    ),
+]
 CostsSource: TypeAlias = Annotated[
     str | None,
     typer.Option(
@@ -225,6 +238,8 @@ class Lowering:
     """The options that say how a schedule is lowered, and its costs, by which some of it is chosen."""
 
     lowered: Lowered = False
+    torch: TorchVersion = None
+    send_budget: SendBudgetOption = None
     sharding: Annotated[
         str,
         choice(
@@ -259,6 +274,10 @@ class Lowering:
         by_cost = self.sharding == "cost"
         if by_cost and not self.lowered:
             raise typer.BadParameter("--sharding cost places actions that --lowered adds; give both")
+        if self.torch is not None and not self.lowered:
+            raise typer.BadParameter("--torch names whose actions --lowered adds; give both")
+        if self.torch is not None and by_cost:
+            raise typer.BadParameter("--torch and --sharding cost: give one of the two")
         if self.memory is not None and not by_cost and not fitted:
             raise typer.BadParameter(
                 f"--memory needs one of --sharding cost, --recompute {FIT} and --offload {FIT}; give one too"
@@ -267,8 +286,14 @@ class Lowering:
         limited = self.memory, send_model
         schedule = add_memory_actions(schedule, costs, self.recompute, self.offload, *limited)
         if by_cost:
-            return place_sharding(schedule, costs, *limited)
-        return lower(schedule) if self.lowered else schedule
+            schedule = place_sharding(schedule, costs, *limited)
+        elif self.lowered:
+            schedule = lower(schedule, torch=self.torch)
+        if self.send_budget is None:
+            return schedule
+        if not schedule.table.has(*SEND_WAITS):
+            raise typer.BadParameter("--send-budget needs waits for sends: add --lowered --torch 2.15")
+        return lower(schedule, [SendBudget(self.send_budget)])
 
 
 @contextmanager

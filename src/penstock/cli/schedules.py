@@ -20,6 +20,8 @@ from penstock.cli.options import (
     Lowered,
     Lowering,
     ScheduleSource,
+    SendBudgetOption,
+    TorchVersion,
     choice,
     costs_from,
     schedule_from,
@@ -151,6 +153,8 @@ def check(
     *,
     sizes: GraphSizes,
     lowered: Lowered = False,
+    torch: TorchVersion = None,
+    send_budget: SendBudgetOption = None,
     send_model: Annotated[
         SendModel,
         typer.Option(
@@ -168,10 +172,10 @@ def check(
       penstock check mine.csv
       penstock check mine.json --json
       penstock check deferred.csv --send-model edge-streams
-      penstock check zbv -p 4 -m 8 --lowered
+      penstock check zbv -p 4 -m 8 --lowered --torch 2.15 --send-budget 2
     """
     try:
-        checked = schedule_from(schedule, sizes, Lowering(lowered))
+        checked = schedule_from(schedule, sizes, Lowering(lowered, torch, send_budget))
     except FormatError as error:
         if not as_json:
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -88,6 +89,10 @@ def simulate(
         known = costs_from(lowering.costs)
         show("simulating", 0.2)
         timeline = run_simulation(simulated, known, **messages, with_period=True)
+        unlimited = None
+        if lowering.send_budget is not None:
+            free = schedule_from(schedule, sizes, replace(lowering, send_budget=None), send_model)
+            unlimited = run_simulation(free, known, **messages).makespan
         quantiles = None
         if jitter is not None:
             show("simulating with jitter", 0.5)
@@ -102,10 +107,10 @@ def simulate(
                     show("writing", 0.7 + 0.3 * min(count / max(len(idle), 1), 1.0))
 
             return write_json(record, wrote)
-    return write_json(record) if record else _print(timeline, idle, quantiles)
+    return write_json(record) if record else _print(timeline, idle, quantiles, unlimited)
 
 
-def _print(timeline: Timeline, idle: Gaps, quantiles: dict[str, float] | None) -> None:
+def _print(timeline: Timeline, idle: Gaps, quantiles: dict[str, float] | None, unlimited: float | None) -> None:
     console = report_console()
     units = timeline.costs.units
     console.print(terminal(timeline, console.width))
@@ -120,6 +125,9 @@ def _print(timeline: Timeline, idle: Gaps, quantiles: dict[str, float] | None) -
         console.print(f"units     {note.removeprefix('units are ')}")
     if collectives := collectives_of(timeline):
         console.print("sharding  " + ", ".join(f"{count} {name}" for name, count in collectives.items()))
+    if unlimited is not None:
+        more = (timeline.makespan - unlimited) / unlimited if unlimited else 0.0
+        console.print(f"budget    {units.time(unlimited):<12} without a send budget: {more:+.1%} with it")
     if quantiles is not None:
         values = ", ".join(f"{name} {units.time(value)}" for name, value in quantiles.items())
         console.print(f"jitter    {values}")

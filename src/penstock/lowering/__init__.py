@@ -2,8 +2,8 @@
 
     compute schedule  --add-sharding-->  --add-reduce-grad-->  --add-communication-->  lowered schedule
 
-`split-backward`, `merge-backward`, `recompute`, `offload`, `defer-receives`, `add-send-waits` and
-`add-reduce-waits` are optional passes. `lower(schedule, torch="2.15")` runs the passes of a torch version.
+`split-backward`, `merge-backward`, `recompute`, `offload`, `defer-receives`, `add-send-waits`, `send-budget`
+and `add-reduce-waits` are optional passes. `lower(schedule, torch="2.15")` runs the passes of a torch version.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from penstock.lowering.backward import MergeBackward, SplitBackward
 from penstock.lowering.communication import AddCommunication, DeferReceives
 from penstock.lowering.memory import Offload, Policy, Recompute, parse_policy
 from penstock.lowering.passes import Pass
+from penstock.lowering.send_budget import SendBudget, smallest_send_budget
 from penstock.lowering.sharding import AddGradReduction, AddSharding
 from penstock.lowering.waits import AddReduceWaits, AddSendWaits
 from penstock.validation import SendModel, invalid_schedule_error, validate, violations_in_lists
@@ -35,9 +36,11 @@ __all__ = [
     "Pass",
     "Policy",
     "Recompute",
+    "SendBudget",
     "SplitBackward",
     "lower",
     "parse_policy",
+    "smallest_send_budget",
 ]
 
 DEFAULT_PASSES: tuple[Pass, ...] = (AddSharding(), AddGradReduction(), AddCommunication())
