@@ -95,8 +95,8 @@ def train_shards(options: dict[str, Any]) -> tuple[list[str], dict[str, Tensor]]
     parts, calls = modules(4), list[str]()
     for nth, part in enumerate(parts):
         fully_shard(part)
-        part.register_forward_hook(lambda *_, nth=nth: calls.append(f"{nth}forward"))  # type: ignore[misc]
-        part.register_full_backward_hook(lambda *_, nth=nth: calls.append(f"{nth}backward"))  # type: ignore[misc]
+        part.register_forward_hook(lambda *_, nth=nth: calls.append(f"{nth}forward"))
+        part.register_full_backward_hook(lambda *_, nth=nth: calls.append(f"{nth}backward"))
 
     def logged(name: str) -> Any:
         method = getattr(FsdpShards, name)

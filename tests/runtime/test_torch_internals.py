@@ -127,7 +127,7 @@ def test_the_page_of_limitations_has_the_registry() -> None:
     ]
     text = LIMITATIONS.read_text("utf-8")
     assert [row for row in rows if row not in text] == []
-    assert text.count(f" | {', '.join(FEATURES[0].verified)} | ") == len(rows)
+    assert len(re.findall(r"^\|.* \| \d+ \| 2\.\d+[^|]* \|", text, re.MULTILINE)) == len(rows)
 
 
 @pytest.fixture

@@ -72,6 +72,7 @@ _UNUSED_OF_STAGES = (
     "set_local_bwd_input",
     "_retrieve_recv_activations",
     "_retrieve_recv_grads",
+    "clear_runtime_states",
     # torch 2.15
     "start_gradient_reduction",
     "wait_for_gradient_reduction",

@@ -29,6 +29,7 @@ from penstock.lowering import (
     Pass,
     lower,
 )
+from penstock.lowering.sharding import Lookahead
 from penstock.pipelining._liveness import PipelineActivationLiveness, analyze_pipeline_activation_liveness
 from penstock.pipelining._orders import (  # noqa: F401 -- ours, under torch's names
     HAS_WAITS,
@@ -319,6 +320,10 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti, theirs._PipelineScheduleRu
 
     _lowered: Schedule | None = None
     _order_with_comms: Order | None = None
+    # set by torch's constructor from 2.15 on
+    _max_active_stages: int
+    _unshard_lookahead: Lookahead
+    _defer_reduce_grad_wait: bool
 
     if not TYPE_CHECKING:  # torch's constructor has no types, so callers see none here
 

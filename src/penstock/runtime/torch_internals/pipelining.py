@@ -6,13 +6,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from penstock.runtime.torch_internals.registry import Feature, members
+from penstock.runtime.torch_internals.registry import RELEASE, Feature, members
 
 _SCHEDULES = "torch.distributed.pipelining.schedules"
 _SCHEDULE = f"{_SCHEDULES}._PipelineSchedule"
 
 RECORDING = Feature("record_state() of torch's schedules", without="states of Penstock's own pipelines")
-DROP_IN = Feature("penstock.pipelining", without="penstock.runtime.Pipeline")
+DROP_IN = Feature("penstock.pipelining", without="penstock.runtime.Pipeline", verified=("2.13", "2.15"))
 
 RUNTIME_CLASS = "_PipelineScheduleRuntime"
 """The name of torch's class for a list of actions per rank."""
@@ -34,6 +34,18 @@ DROP_IN.uses(
     "torch.distributed.pipelining.stage._PipelineStage",
     "torch.distributed.pipelining.stage._PipelineStageBase",
 )
+if RELEASE >= (2, 15):
+    DROP_IN.uses(
+        *members(
+            f"{_SCHEDULES}._PipelineScheduleRuntime",
+            "_defer_reduce_grad_wait _max_active_stages _unshard_lookahead"
+            " _validate_deferred_gradient_reduction",
+        ),
+        *members(
+            "torch.distributed.pipelining.stage._PipelineStageBase",
+            "_call_with_forward_context _forward_contexts",
+        ),
+    )
 
 
 @RECORDING.uses(f"{_SCHEDULES}.PipelineScheduleMulti._stages", f"{_SCHEDULES}.PipelineScheduleSingle._stage")
