@@ -73,6 +73,9 @@ def test_options_are_refused_for_a_list_that_has_communication(options: dict[str
     lowered = schedule.pipeline_order_with_comms
     with pytest.raises(penstock.errors.PipelineError, match=next(iter(options))):
         schedule._prepare_schedule_with_comms(lowered, format="compute_comms")
+    full = made("LoopedBFS", 2, 4, unshard_lookahead=(3, 3))
+    full._prepare_schedule_with_comms(lowered, format="compute_comms")
+    assert texts(full.pipeline_order_with_comms) == texts(lowered)
 
 
 @pytest.mark.skipif(oracle.RELEASE >= (2, 15), reason="torch has the options")

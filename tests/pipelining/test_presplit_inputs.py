@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
+from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
@@ -204,6 +205,8 @@ def wrapped(kind: str, part: nn.Module, mesh: DeviceMesh) -> nn.Module:
         replicate(part, process_group=mesh.get_group())
     if kind == "fully_shard":
         fully_shard(part, mesh=mesh)
+    if kind == "replicate on FSDP":
+        replicate_with_fsdp(part, mesh=mesh)
     return part
 
 
@@ -220,12 +223,12 @@ def accumulate(kind: str) -> tuple[dict[str, Tensor], int]:
         x, y = batch(2 * step + (0 if kind == "plain" else replica), ROWS * M)
         given = {"target": y} if rank else {}
         schedule.step(*(() if rank else (x,)), **given, finalize_gradients=step == 1)
-        waits = kind == "fully_shard" and step == 0
+        waits = kind in ("fully_shard", "replicate on FSDP") and step == 0
         assert all((parameter.grad is None) == waits for parameter in whole_part.parameters())
     return {f"{rank}.{key}": whole(each.grad) for key, each in whole_part.named_parameters()}, replica
 
 
-@pytest.mark.parametrize("kind", ["fully_shard", "DDP", "replicate", "plain"])
+@pytest.mark.parametrize("kind", ["fully_shard", "replicate on FSDP", "DDP", "replicate", "plain"])
 def test_gradients_are_reduced_by_the_step_that_finalizes_them(pools: Pools, kind: str) -> None:
     """Torch 2.15 divides what is accumulated again in every step, unless the stages are in `fully_shard`."""
     alone = nn.Sequential(*modules(2))

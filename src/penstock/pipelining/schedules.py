@@ -87,8 +87,7 @@ __getattr__ = names_of(theirs)
 Microbatches: TypeAlias = list[Value] | None
 LossKwargs: TypeAlias = dict[str, Value] | None
 
-_LOWERING = {"max_active_stages": 3, "unshard_lookahead": "full", "defer_reduce_grad_wait": False}
-"""The options of torch 2.15 that act where an order gets its communication, with their defaults."""
+_DEFAULT_ACTIVE_STAGES = 3
 
 
 class _PipelineSchedule(theirs._PipelineSchedule):
@@ -378,9 +377,16 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti, theirs._PipelineScheduleRu
         return AddSharding(self._max_active_stages, self._unshard_lookahead, oldest_first=True)
 
     def _refuse_options(self) -> None:
-        """Raise if an option would be ignored for a list that already has communication."""
-        changed = [name for name, value in _LOWERING.items() if vars(self).get(f"_{name}", value) != value]
-        if changed:
+        """Raise if an option of torch 2.15 would be ignored for a list that already has communication."""
+        if not HAS_WAITS:
+            return
+        lookahead = self._sharding.lookahead_of_ranks(self.pp_group_size)
+        used = {
+            "max_active_stages": self._max_active_stages != _DEFAULT_ACTIVE_STAGES,
+            "unshard_lookahead": min(lookahead) < self._max_active_stages,
+            "defer_reduce_grad_wait": self._defer_reduce_grad_wait,
+        }
+        if changed := [name for name, is_used in used.items() if is_used]:
             raise PipelineError(
                 f"{listed(changed)} would be ignored: the list already has communication; give an order of "
                 "compute actions, or leave the option out"
