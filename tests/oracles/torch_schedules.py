@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.distributed.pipelining import schedules
 
 from penstock import Placement, Schedule, parse_action
+from penstock.lowering import TORCH_PASSES
 
 torch_schedules: Any = schedules  # private functions, used without types
 Rows = list[list[str]]
+
+RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
+VERSION = "{}.{}".format(*RELEASE) if RELEASE < (2, 15) else "2.15"
+"""What `lower(torch=)` calls the installed torch; the lists have been the same since 2.15."""
+
+PASSES = TORCH_PASSES[VERSION]
+HAS_WAITS = RELEASE >= (2, 15)
 
 
 class Recorder:
@@ -46,7 +55,7 @@ def running_order(name: str, ranks: int, microbatches: int) -> Rows:
     return rows
 
 
-def built(name: str, ranks: int, stages_per_rank: int, microbatches: int, **options: bool) -> Any:
+def built(name: str, ranks: int, stages_per_rank: int, microbatches: int, **options: Any) -> Any:
     """Create a schedule of torch; raises ValueError if torch rejects the arguments."""
     stages = [Recorder(i * ranks, ranks * stages_per_rank, ranks, []) for i in range(stages_per_rank)]
     return torch_schedules.get_schedule_class(name)(stages, microbatches, loss_fn=lambda *_: None, **options)
@@ -98,6 +107,8 @@ def lowered(rows: Rows, stage_to_rank: dict[int, int], microbatches: int, *, def
         for rank, actions in as_order(rows).items()
     }
     order = torch_schedules._add_send_recv(order, lambda stage: stage_to_rank[stage], num_stages)
+    if HAS_WAITS:
+        order = torch_schedules._add_wait_send(order)
     if defer:
         order = torch_schedules._defer_recv_ops(order, lambda stage: stage_to_rank[stage])
     return as_rows(order)

@@ -52,9 +52,10 @@ def test_an_action_is_parsed_strictly() -> None:
 def test_an_order_and_its_lowering_are_torchs(name: str) -> None:
     mine, yours = made(name, 2, 4), oracle.built(name, 2, 2, 4)
     assert texts(mine.pipeline_order) == oracle.as_rows(yours.pipeline_order)
-    assert [sorted(row) for row in texts(mine.pipeline_order_with_comms)] == [
-        sorted(row) for row in oracle.as_rows(yours.pipeline_order_with_comms)
-    ]
+    found, wanted = texts(mine.pipeline_order_with_comms), oracle.as_rows(yours.pipeline_order_with_comms)
+    if oracle.RELEASE >= (2, 15):  # before, torch took reshards from a set
+        assert found == wanted
+    assert list(map(sorted, found)) == list(map(sorted, wanted))
     assert mine.stage_index_to_group_rank == yours.stage_index_to_group_rank
 
 
@@ -139,6 +140,8 @@ def test_a_dry_run_is_torchs_where_torch_has_one(name: str, ranks: int, microbat
     hosts = yours.stage_index_to_group_rank.__getitem__
     rows = oracle.as_order(oracle.as_rows(yours.pipeline_order))
     sent = ours._add_send_recv(rows, hosts, 2 * ranks)
+    if oracle.HAS_WAITS:
+        sent = theirs._add_wait_send(sent)
     assert ours._simulate_comms_compute(sent, hosts, 2 * ranks) == theirs._simulate_comms_compute(
         sent, hosts, 2 * ranks
     )

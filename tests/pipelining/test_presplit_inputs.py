@@ -10,9 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed._composable.replicate import replicate
+from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 
 from penstock.errors import PipelineError
 from penstock.runtime.dtensors import whole
@@ -148,12 +151,7 @@ def refused_options() -> list[str]:
         messages.append(str(raised.value))
 
     case = Case(OURS, "Interleaved1F1B")
-    for option in (
-        {"max_active_stages": 2},
-        {"unshard_lookahead": "auto"},
-        {"defer_reduce_grad_wait": True, "max_outstanding_sends": 1},
-    ):
-        refuse(lambda given=option: case.schedules._PipelineScheduleRuntime(case.stages, M, **given))  # type: ignore[misc]
+    refuse(lambda: case.schedules._PipelineScheduleRuntime(case.stages, M, max_outstanding_sends=1))
 
     def own(base: Any) -> Any:
         class OwnSteps(base):  # type: ignore[misc]
@@ -163,18 +161,13 @@ def refused_options() -> list[str]:
         return OwnSteps
 
     refuse(lambda: case.step(case.schedule(own), finalize_gradients=False))
-    case.stages[0]._forward_contexts = {0: object()}
-    refuse(lambda: case.step(case.schedule()))
     return messages
 
 
 def test_options_that_would_be_ignored_are_refused_by_name(pools: Pools) -> None:
-    for active, ahead, several, own_steps, context in pools(2).run(refused_options):
-        assert "max_active_stages" in active
-        assert "unshard_lookahead" in ahead
-        assert "defer_reduce_grad_wait, max_outstanding_sends" in several
+    for sends, own_steps in pools(2).run(refused_options):
+        assert "max_outstanding_sends" in sends
         assert "finalize_gradients=False would be ignored: OwnSteps" in own_steps
-        assert "register_forward_context, which would be ignored" in context
 
 
 # --- overridden steps and accumulated gradients ----------------------------------------------------
@@ -204,30 +197,46 @@ def test_eval_passes_an_overridden_step_only_what_it_was_given(pools: Pools) -> 
     torch.testing.assert_close(last, wanted.detach())
 
 
-def accumulate_shards() -> tuple[dict[str, Tensor], int]:
-    """The gradients of two steps over shards, of which only the second reduces."""
+def wrapped(kind: str, part: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """A module whose gradients are reduced over a mesh, or with "plain" over none."""
+    if kind == "DDP":
+        return DistributedDataParallel(part, process_group=mesh.get_group())
+    if kind == "replicate":
+        replicate(part, process_group=mesh.get_group())
+    if kind == "fully_shard":
+        fully_shard(part, mesh=mesh)
+    if kind == "replicate on FSDP":
+        replicate_with_fsdp(part, mesh=mesh)
+    return part
+
+
+def accumulate(kind: str) -> tuple[dict[str, Tensor], int]:
+    """The gradients of two steps, of which only the second finalizes them."""
     pipelining: Any = importlib.import_module(OURS)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     replica, rank = mesh["dp"].get_local_rank(), mesh["pp"].get_local_rank()
-    part = modules(2)[rank]
-    fully_shard(part, mesh=mesh["dp"])
+    whole_part = modules(2)[rank]
+    part = wrapped(kind, whole_part, mesh["dp"])
     stage = pipelining.PipelineStage(part, rank, 2, CPU, group=mesh["pp"].get_group())
     schedule = pipelining.Schedule1F1B(stage, M, loss_fn=functional.mse_loss)
     for step in range(2):
-        x, y = batch(2 * step + replica, ROWS * M)
+        x, y = batch(2 * step + (0 if kind == "plain" else replica), ROWS * M)
         given = {"target": y} if rank else {}
         schedule.step(*(() if rank else (x,)), **given, finalize_gradients=step == 1)
-        assert step or all(parameter.grad is None for parameter in part.parameters())
-    return {f"{rank}.{key}": whole(each.grad) for key, each in part.named_parameters()}, replica
+        waits = kind in ("fully_shard", "replicate on FSDP") and step == 0
+        assert all((parameter.grad is None) == waits for parameter in whole_part.parameters())
+    return {f"{rank}.{key}": whole(each.grad) for key, each in whole_part.named_parameters()}, replica
 
 
-def test_gradients_of_shards_are_reduced_by_the_step_that_finalizes_them(pools: Pools) -> None:
+@pytest.mark.parametrize("kind", ["fully_shard", "replicate on FSDP", "DDP", "replicate", "plain"])
+def test_gradients_are_reduced_by_the_step_that_finalizes_them(pools: Pools, kind: str) -> None:
+    """Torch 2.15 divides what is accumulated again in every step, unless the stages are in `fully_shard`."""
     alone = nn.Sequential(*modules(2))
-    for number in range(4):
+    for number in (0, 2) if kind == "plain" else range(4):
         x, y = batch(number, ROWS * M)
-        torch.autograd.backward(functional.mse_loss(alone(x), y) / 2)
+        torch.autograd.backward(functional.mse_loss(alone(x), y) / (1 if kind == "plain" else 2))
     found: dict[str, Tensor] = {}
-    for gradients, replica in pools(4).run(accumulate_shards):
+    for gradients, replica in pools(4).run(accumulate, kind):
         found |= gradients if replica == 0 else {}
     wanted = {key: parameter.grad for key, parameter in alone.named_parameters()}
     assert found.keys() == wanted.keys()

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 import penstock
 from penstock import Costs
+from tests.oracles.torch_schedules import VERSION
 from tests.support.grids import small
 from tests.support.pipelining_schedules import OWN, OneByOne
 from tests.support.pipelining_scripts import (
@@ -74,7 +75,7 @@ def test_torch_trains_the_same_from_our_files(pools: Pools, tmp_path: Path, name
     m = 4
     schedule = searched(4, m) if name == "search" else penstock.build(name, ranks=4, microbatches=m)
     if form == "compute_comms":
-        schedule = penstock.lower(schedule)
+        schedule = penstock.lower(schedule, torch=VERSION)
     schedule.write(tmp_path / "schedule.csv")
     wanted = train_alone(schedule.num_stages, m)
     # with the sends and receives that torch adds to these pairs, its step does not end

@@ -36,6 +36,32 @@ def test_files_of_torch_are_read_here_and_ours_by_torch(tmp_path: Path, name: st
         assert texts(here.pipeline_order) == texts(mine.pipeline_order)
 
 
+@pytest.mark.parametrize("version", ["2.13", "2.15"])
+def test_files_of_every_version_are_read_and_written_for_the_installed_torch(
+    tmp_path: Path, version: str
+) -> None:
+    """Lists have waits from torch 2.15 on: 2.15 refuses files without them, and 2.13 those with them."""
+    schedule = penstock.build("zbv", ranks=2, microbatches=4)
+    penstock.lower(schedule, torch=version).write(tmp_path / "theirs.csv")
+    here, there = bare(2, 4, 4), oracle.built("ZBVZeroBubble", 2, 2, 4)
+    here._load_csv(tmp_path / "theirs.csv", format="compute_comms")
+    rows = texts(here.pipeline_order_with_comms)
+    assert [any("WAIT" in text for text in row) for row in rows] == [oracle.HAS_WAITS] * 2
+    assert sorted(rows[0]) == sorted(oracle.as_rows(there.pipeline_order_with_comms)[0])
+    here._dump_csv(tmp_path / "here.csv")
+    there._load_csv(tmp_path / "here.csv", format="compute_comms")
+    assert oracle.as_rows(there.pipeline_order_with_comms) == rows
+
+
+@pytest.mark.parametrize("text", ["0WAIT_SEND_F0", "1WAIT_REDUCE_GRAD"])
+def test_a_wait_is_an_action_where_torch_has_it(text: str) -> None:
+    if oracle.HAS_WAITS:
+        assert str(ours._Action.from_str(text)) == text
+    else:
+        with pytest.raises(RuntimeError, match="Invalid action string"):
+            ours._Action.from_str(text)
+
+
 def test_a_plain_multi_stage_schedule_reads_and_writes_orders_too(tmp_path: Path) -> None:
     here = bare(2, 4, 4, runtime=False)
     made("ZBVZeroBubble", 2, 4)._dump_csv(tmp_path / "zbv.csv", format="compute_only")

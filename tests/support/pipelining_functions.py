@@ -86,8 +86,11 @@ def train_with_functions(threads: bool) -> Run:  # noqa: FBT001
 
 def train_with_a_function_for_each_kind() -> Run:
     """Every kind in its turn, also forwards inside of pairs."""
+    from penstock.pipelining import schedules as untyped  # noqa: PLC0415
     from penstock.pipelining.schedules import REDUCE_GRAD, B, F, I, W  # noqa: PLC0415
 
+    names: Any = untyped
+    waits = [names.WAIT_REDUCE_GRAD] if hasattr(names, "WAIT_REDUCE_GRAD") else []
     schedule, parts = made("DualPipeV", 8)
     counts: Counter[str] = Counter()
 
@@ -99,17 +102,22 @@ def train_with_a_function_for_each_kind() -> Run:
             stage.forward_one_chunk(k, ctx.arg_mbs[k], ctx.kwarg_mbs[k])
         elif action.computation_type == W:
             stage.backward_weight_one_chunk(k)
+        elif action.computation_type in waits:
+            stage.wait_for_gradient_reduction(8)
+        elif action.computation_type == REDUCE_GRAD and waits:
+            stage.start_gradient_reduction()
         elif action.computation_type == REDUCE_GRAD:
             stage.perform_reduce_grad(8)
         else:
             stage.backward_one_chunk(k, None, action.computation_type == B)
 
-    for kind in (F, B, I, W, REDUCE_GRAD):
+    kinds = (F, B, I, W, REDUCE_GRAD, *waits)
+    for kind in kinds:
         schedule.register_custom_function(kind, run_it)
     run = loop(schedule, parts, 7, ROWS * 8)
     row = schedule.pipeline_order_with_comms[dist.get_rank()]
     wanted = Counter(part.computation_type.value for a in row for part in a.sub_actions or (a,))
-    run.about = dict(counts), {kind: 2 * wanted[kind] for kind in ("F", "B", "I", "W", "REDUCE_GRAD")}
+    run.about = dict(counts), {kind.value: 2 * wanted[kind.value] for kind in kinds}
     return run
 
 

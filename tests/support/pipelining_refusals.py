@@ -55,6 +55,17 @@ def _scaling(base: Any) -> Any:
     return Scaling
 
 
+def _reducing(base: Any) -> Any:
+    class Reducing(base):  # type: ignore[misc]
+        def start_gradient_reduction(self) -> None:
+            pass
+
+        def wait_for_gradient_reduction(self, grad_scale_factor: int) -> None:
+            pass
+
+    return Reducing
+
+
 def refusals() -> list[str]:
     """What each rank says of changes that would be ignored."""
 
@@ -82,6 +93,7 @@ def refusals() -> list[str]:
         _refusal(_nothing, _silent),
         _refusal(_nothing, _scaling),
         _refusal(_nothing, schedule_class=_computing),
+        _refusal(_nothing, _reducing),
     ]
 
 

@@ -16,15 +16,18 @@ from penstock.errors import ActionError, ScheduleError
 from penstock.formats import reads, write_text
 from penstock.ir.action import Overlap, Step, parse_action
 from penstock.ir.dataflow import Inputs, run_dataflow
-from penstock.ir.kinds import Kind
+from penstock.ir.kinds import SEND_WAITS, Kind
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
-from penstock.lowering import AddCommunication, DeferReceives, MergeBackward
+from penstock.lowering import AddCommunication, AddReduceWaits, AddSendWaits, DeferReceives, MergeBackward
 from penstock.simulation.timeline import Timeline
 from penstock.validation import SendModel, invalid_schedule_error, validate
 from penstock.view.perfetto import trace
 
 _SLOT_SECONDS = 1e-6  # the duration of a time slot of a dry run in a trace
+HAS_WAITS = hasattr(theirs, "WAIT_SEND_F")
+"""Whether the lists of the installed torch have waits, as from 2.15 on."""
+
 _UNFINISHED = ("missing-forward", "missing-backward", "missing-weight-gradient", "missing-reduce-grad")
 
 ActionList: TypeAlias = list[theirs._Action | None]
@@ -49,7 +52,7 @@ class _Action(theirs._Action):
         text = action_string.strip()
         try:
             return action_of(parse_action(text)) if text else None
-        except ActionError as error:
+        except ValueError as error:  # also a kind that this torch does not have
             raise RuntimeError(f"Invalid action string: {error}") from None
 
 
@@ -79,20 +82,31 @@ def schedule_of(
 
 def schedule_on(order: Order, stage_to_rank: Callable[[int], int], num_stages: int | None = None) -> Schedule:
     """Return the schedule of an order with stages mapped to ranks; by default their number is inferred."""
-    parts = [part for row in order.values() for part in _parts(row)]
+    parts = [part for row in order.values() for part in parts_of(row)]
     stages = num_stages or 1 + max((part.stage_index for part in parts), default=0)
     placement = Placement(tuple(map(stage_to_rank, range(stages))))
     return schedule_of(order, placement, 1 + max((part.microbatch_index or 0 for part in parts), default=0))
 
 
-def _parts(row: Actions) -> list[theirs._Action]:
+def parts_of(row: Actions) -> list[theirs._Action]:
+    """Return the actions of a list, and the parts of its overlapped pairs in place of them."""
     return [part for action in row if action is not None for part in action.sub_actions or (action,)]
 
 
 def read_csv(filename: str) -> Order:
-    """Return the order in a CSV file."""
+    """Return the order in a CSV file; waits are left out for a torch that has none."""
     text = Path(filename).read_text(encoding="utf-8-sig")
-    return order_of(reads(text, "csv", source=str(filename), name=Path(filename).stem))
+    schedule = reads(text, "csv", source=str(filename), name=Path(filename).stem)
+    return order_of(schedule if HAS_WAITS else schedule.only(kind for kind in Kind if not kind.waits_for))
+
+
+def with_waits(schedule: Schedule) -> Schedule:
+    """Return a list with the waits that the installed torch requires, as lists of an older one have none."""
+    if HAS_WAITS and not schedule.table.has(Kind.WAIT_REDUCE_GRAD):
+        schedule = AddReduceWaits()(schedule)
+    if HAS_WAITS and not schedule.table.has(*SEND_WAITS):
+        schedule = AddSendWaits()(schedule)
+    return schedule
 
 
 @contextmanager
@@ -158,8 +172,9 @@ def _simulate_comms_compute(
 ) -> ActionLists:
     """Return the actions by time slot if every action takes one, with None where a rank waits.
 
-    A message is received in the slot in which it is sent, or later. Without messages, a value is available in
-    the slot after the one that computes it.
+    A message is received in the slot in which it is sent, or later, and the wait for its send ends in the slot
+    in which it is received, or later. Without messages, a value is available in the slot after the one that
+    computes it.
     """
     schedule = schedule_on(pipeline_order, stage_to_rank, num_stages)
     if errors := [each for each in validate(schedule, SendModel.BUFFERED) if each.code not in _UNFINISHED]:
@@ -169,14 +184,18 @@ def _simulate_comms_compute(
     sent = table.has_communication
     if sent:
         messages = schedule.messages
-        producer, consumer = (table.slot[end[messages.paired]] for end in (messages.send, messages.receive))
+        waited = messages.paired & (messages.send_wait >= 0)
+        ends = [messages.send[messages.paired], messages.receive[messages.paired], messages.send_wait[waited]]
+        send, receive, wait = map(table.slots_of, ends)
+        producer = np.concatenate((send, table.slots_of(messages.receive[waited])))
+        consumer = np.concatenate((receive, wait))
     inputs = Inputs.of(schedule.num_steps, producer, consumer, np.full(len(producer), -1 if sent else 0))
     done = run_dataflow(table, inputs, [1] * schedule.num_steps, [0] * schedule.num_ranks)
     if done.stuck:
         raise invalid_schedule_error(schedule, validate(schedule))
-    ends, spaced = iter(done.ends), {}
+    times, spaced = iter(done.ends), {}
     for rank, row in order_of(schedule).items():
-        when = {int(end) - 1: action for action, end in zip(row, ends)}
+        when = {int(end) - 1: action for action, end in zip(row, times)}
         spaced[rank] = [when.get(slot) for slot in range(max(when, default=-1) + 1)]
     return spaced
 

@@ -32,6 +32,7 @@ from penstock.ir.action import Action, Overlap, Step
 from penstock.ir.graph import StageGraph
 from penstock.ir.kinds import PASS_KINDS, Kind
 from penstock.ir.schedule import Schedule
+from penstock.pipelining import stage as stages_untyped
 from penstock.pipelining._orders import action_of
 from penstock.pipelining.stage import _PipelineStage, _PipelineStageBase
 from penstock.runtime import ActionCall, Pipeline
@@ -71,6 +72,11 @@ _UNUSED_OF_STAGES = (
     "set_local_bwd_input",
     "_retrieve_recv_activations",
     "_retrieve_recv_grads",
+    "clear_runtime_states",
+    # torch 2.15
+    "start_gradient_reduction",
+    "wait_for_gradient_reduction",
+    "release_fwd_send_outputs",
 )
 """The methods of stages for which the runtime has its own way."""
 
@@ -96,28 +102,45 @@ class _StepMethods(_PipelineStageBase):
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         self._driver.drive(Kind.REDUCE_GRAD, self.stage_index, None)
 
+    def start_gradient_reduction(self) -> None:
+        self._driver.drive(Kind.REDUCE_GRAD, self.stage_index, None)
+
+    def wait_for_gradient_reduction(self, grad_scale_factor: int) -> None:
+        self._driver.drive(Kind.WAIT_REDUCE_GRAD, self.stage_index, None)
+
     def _ignore(self, *_: Value) -> None:
-        """Do nothing: the runtime passes values between stages of one rank."""
+        """Do nothing: the runtime passes values between stages of one rank, and releases what was sent."""
 
     set_local_fwd_input = get_local_bwd_output = set_local_bwd_input = _ignore  # type: ignore[assignment]
+    release_fwd_send_outputs = _ignore
 
 
 class _StageForward(nn.Module):
-    """A stage's module, called by the stage's own `forward_maybe_with_nosync`."""
+    """A stage's module, called by the stage's own `forward_maybe_with_nosync`, in its context if it has one."""
 
-    def __init__(self, stage: _PipelineStageBase) -> None:
+    def __init__(self, stage: _PipelineStageBase, microbatches: Mapping[int, int]) -> None:
         super().__init__()
         self.submod = stage.submod
-        self._stage = stage
+        self._stage, self._microbatches = stage, microbatches
 
     def forward(self, *args: Value, **kwargs: Value) -> Value:
-        return self._stage.forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
+        stage: Value = self._stage
+        if not _has_context(stage):
+            return stage.forward_maybe_with_nosync(*args, **kwargs)
+        index = stage.stage_index
+        about = stages_untyped.PipelineStageInfo(stage_index=index, microbatch_index=self._microbatches[index])
+        return stage._call_with_forward_context(about, stage.forward_maybe_with_nosync, *args, **kwargs)
+
+
+def _has_context(stage: _PipelineStageBase) -> bool:
+    """Whether `register_forward_context` of torch 2.15 was called."""
+    return hasattr(_PipelineStageBase, "register_forward_context") and bool(vars(stage)["_forward_contexts"])
 
 
 def _overrides(stage: _PipelineStageBase, name: str) -> bool:
-    """Whether a subclass of torch's stages has a method of its own."""
+    """Whether a subclass of torch's stages has a method of its own in place of one of theirs."""
     torchs = next(each for each in type(stage).__mro__ if each.__module__ == _PipelineStageBase.__module__)
-    return getattr(type(stage), name) is not getattr(torchs, name)
+    return hasattr(torchs, name) and getattr(type(stage), name) is not getattr(torchs, name)
 
 
 def _ignored(what: str, remedy: str) -> PipelineError:
@@ -134,9 +157,6 @@ def _check_stages(stages: Iterable[_PipelineStageBase]) -> None:
                 "Penstock sends messages, runs backwards and scales gradients itself; change the module "
                 "instead, or register a function for an action",
             )
-        if vars(stage).get("_forward_contexts"):  # torch 2.15
-            what = f"stage {stage.stage_index} has a context of register_forward_context"
-            raise _ignored(what, "remove it, and enter the context in the module")
         if patched := [name for name in (*_KINDS, _FORWARD) if name in vars(stage)]:
             what = f"{', '.join(patched)} of stage {stage.stage_index} is replaced on the object"
             raise _ignored(what, "override it in a subclass of PipelineStage that calls super()")
@@ -174,9 +194,13 @@ class Runner:
         self._traced = _traced_graph(stages[0])
         self._stages = {stage.stage_index: stage for stage in stages}
         self._built_in = self._values_of(owner)
+        self._forwards: dict[int, int] = {}
+        """By stage: the microbatch of its last forward, kept for stages that have a context."""
+        self._in_context = {stage.stage_index for stage in stages if _has_context(stage)}
+        own = {stage.stage_index for stage in stages if _overrides(stage, _FORWARD)} | self._in_context
         self._modules = {
-            stage.stage_index: _StageForward(stage) if _overrides(stage, _FORWARD) else stage.submod
-            for stage in stages
+            index: _StageForward(stage, self._forwards) if index in own else stage.submod
+            for index, stage in self._stages.items()
         }
         self._functions = functions
         self._loss_kwargs: Mapping[str, Value] = {}
@@ -192,6 +216,7 @@ class Runner:
         self._is_driven = bool(functions or overridden)
         deferring = any(stage.dw_builder is not None for stage in stages)
         intercepted = [*functions, *((Kind.B, Kind.I, Kind.W) if deferring else ())]
+        intercepted += [Kind.F] if self._in_context else []
         intercepted += [kind for name in overridden for kind in _KINDS[name]]
         self._remove_hooks = weakref.finalize(self, _remove, self._register_hooks())
         self.pipeline = Pipeline(
@@ -234,6 +259,10 @@ class Runner:
     def check_unchanged(self, owner: _PipelineSchedule) -> None:
         """Raise if something was replaced since the first step, or overridden, that would be ignored."""
         _check_stages(self._stages.values())
+        late = {index for index, stage in self._stages.items() if _has_context(stage)} - self._in_context
+        if late:
+            what = f"stage {listed(sorted(late))} got a context of its forward after the first step"
+            raise _ignored(what, "call register_forward_context before it, or create another schedule object")
         now = self._values_of(owner)
         if changed := [name for name, value in now.items() if value != self._built_in[name]]:
             what = f"{listed(changed)} changed after the first step"
@@ -363,8 +392,11 @@ class Runner:
 
     def _run_action(self, custom: ActionCall) -> None:
         """Run the action, and the weight-gradient runner of a stage with a `dw_builder`."""
-        custom.run()
         action = custom.action
+        if isinstance(action, Action) and action.kind is Kind.F and action.stage in self._in_context:
+            assert action.microbatch is not None, "a forward has one"
+            self._forwards[action.stage] = action.microbatch
+        custom.run()
         if isinstance(action, Overlap) or not action.kind.is_backward:
             return
         builder, key = self._stages[action.stage].dw_builder, action.work_unit

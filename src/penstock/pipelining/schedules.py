@@ -18,8 +18,21 @@ from penstock.errors import PipelineError
 from penstock.families import build
 from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
-from penstock.lowering import DEFAULT_PASSES, DeferReceives, lower
+from penstock.lowering import (
+    DEFAULT_PASSES,
+    AddCommunication,
+    AddGradReduction,
+    AddReduceWaits,
+    AddSendWaits,
+    AddSharding,
+    DeferReceives,
+    Pass,
+    lower,
+)
+from penstock.lowering.sharding import Lookahead
+from penstock.pipelining._liveness import PipelineActivationLiveness, analyze_pipeline_activation_liveness
 from penstock.pipelining._orders import (  # noqa: F401 -- ours, under torch's names
+    HAS_WAITS,
     ActionList,
     ActionLists,
     Format,
@@ -35,6 +48,7 @@ from penstock.pipelining._orders import (  # noqa: F401 -- ours, under torch's n
     checked_schedule,
     order_of,
     read_csv,
+    with_waits,
 )
 from penstock.pipelining._runner import Runner
 from penstock.pipelining._torch_names import names_of
@@ -50,6 +64,7 @@ from penstock.runtime.batch import Batcher, Value
 from penstock.runtime.torch_internals.pipelining import microbatches_of, stages_of
 
 __all__ = [
+    "PipelineActivationLiveness",
     "PipelineScheduleMulti",
     "PipelineScheduleSingle",
     "Schedule1F1B",
@@ -63,6 +78,7 @@ __all__ = [
     "_PipelineSchedule",
     "_PipelineScheduleRuntime",
     "_ScheduleForwardOnly",
+    "analyze_pipeline_activation_liveness",
     "get_schedule_class",
 ]
 
@@ -71,13 +87,7 @@ __getattr__ = names_of(theirs)
 Microbatches: TypeAlias = list[Value] | None
 LossKwargs: TypeAlias = dict[str, Value] | None
 
-_NOT_YET = {
-    "max_active_stages": 3,
-    "unshard_lookahead": "full",
-    "defer_reduce_grad_wait": False,
-    "max_outstanding_sends": None,
-}
-"""Options of torch 2.15 that would be ignored, with their defaults."""
+_DEFAULT_ACTIVE_STAGES = 3
 
 
 class _PipelineSchedule(theirs._PipelineSchedule):
@@ -309,16 +319,21 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti, theirs._PipelineScheduleRu
 
     _lowered: Schedule | None = None
     _order_with_comms: Order | None = None
+    # set by torch's constructor from 2.15 on
+    _max_active_stages: int
+    _unshard_lookahead: Lookahead
+    _defer_reduce_grad_wait: bool
 
     if not TYPE_CHECKING:  # torch's constructor has no types, so callers see none here
 
         def __init__(self, *args: Value, **kwargs: Value) -> None:
-            refused = [name for name, default in _NOT_YET.items() if kwargs.get(name, default) != default]
-            if refused:
-                raise PipelineError(
-                    f"Penstock cannot honour {listed(refused)} yet: leave out what is not the default"
-                )
+            if kwargs.get("max_outstanding_sends") is not None:
+                raise PipelineError("Penstock cannot honour max_outstanding_sends yet: leave it out")
             super().__init__(*args, **kwargs)
+            if HAS_WAITS:
+                self._sharding.lookahead_of_ranks(self.pp_group_size)
+                if self._defer_reduce_grad_wait:
+                    self._validate_deferred_gradient_reduction()
 
     @property
     def pipeline_order_with_comms(self) -> Value:
@@ -344,8 +359,38 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti, theirs._PipelineScheduleRu
         return self._lowered
 
     def _lower(self, schedule: Schedule) -> Schedule:
-        extra = (DeferReceives(past_sends=True),) if self._defer_pp_recv else ()
-        return lower(schedule, (*DEFAULT_PASSES, *extra))
+        return lower(schedule, self._passes)
+
+    @property
+    def _passes(self) -> tuple[Pass, ...]:
+        """The passes that give the lists of the installed torch, with the options of the constructor."""
+        deferred = (DeferReceives(past_sends=True),) if self._defer_pp_recv else ()
+        if not HAS_WAITS:
+            return (*DEFAULT_PASSES, *deferred)
+        return (
+            *(self._sharding, AddGradReduction(), AddReduceWaits(deferred=self._defer_reduce_grad_wait)),
+            *(AddCommunication(), AddSendWaits(), *deferred),
+        )  # max_outstanding_sends is a pass after all of these
+
+    @property
+    def _sharding(self) -> AddSharding:
+        return AddSharding(self._max_active_stages, self._unshard_lookahead, oldest_first=True)
+
+    def _refuse_options(self) -> None:
+        """Raise if an option of torch 2.15 would be ignored for a list that already has communication."""
+        if not HAS_WAITS:
+            return
+        lookahead = self._sharding.lookahead_of_ranks(self.pp_group_size)
+        used = {
+            "max_active_stages": self._max_active_stages != _DEFAULT_ACTIVE_STAGES,
+            "unshard_lookahead": min(lookahead) < self._max_active_stages,
+            "defer_reduce_grad_wait": self._defer_reduce_grad_wait,
+        }
+        if changed := [name for name, is_used in used.items() if is_used]:
+            raise PipelineError(
+                f"{listed(changed)} would be ignored: the list already has communication; give an order of "
+                "compute actions, or leave the option out"
+            )
 
     def _prepare_schedule_with_comms(self, actions: Order, format: Format = "compute_only") -> None:
         """Lower an order, or take one that has communication."""
@@ -356,7 +401,9 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti, theirs._PipelineScheduleRu
             raise ValueError("the order has other than compute actions: give format='compute_comms'")
         if format == "compute_comms" and any(action is None for row in actions.values() for action in row):
             raise InvalidOrderError("an order with communication has no idle slots (None)")
-        self._lowered = self._lower(schedule) if format == "compute_only" else schedule
+        if format == "compute_comms":
+            self._refuse_options()
+        self._lowered = self._lower(schedule) if format == "compute_only" else with_waits(schedule)
         self._order_with_comms = None
         self._disconnect()
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from penstock.runtime.torch_internals.registry import Feature, members
+from penstock.runtime.torch_internals.registry import RELEASE, Feature, members
 
 _SCHEDULES = "torch.distributed.pipelining.schedules"
 _SCHEDULE = f"{_SCHEDULES}._PipelineSchedule"
@@ -34,6 +34,18 @@ DROP_IN.uses(
     "torch.distributed.pipelining.stage._PipelineStage",
     "torch.distributed.pipelining.stage._PipelineStageBase",
 )
+if RELEASE >= (2, 15):
+    DROP_IN.uses(
+        *members(
+            f"{_SCHEDULES}._PipelineScheduleRuntime",
+            "_defer_reduce_grad_wait _max_active_stages _unshard_lookahead"
+            " _validate_deferred_gradient_reduction",
+        ),
+        *members(
+            "torch.distributed.pipelining.stage._PipelineStageBase",
+            "_call_with_forward_context _forward_contexts",
+        ),
+    )
 
 
 @RECORDING.uses(f"{_SCHEDULES}.PipelineScheduleMulti._stages", f"{_SCHEDULES}.PipelineScheduleSingle._stage")
