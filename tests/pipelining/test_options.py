@@ -49,6 +49,23 @@ def test_the_lists_with_an_option_are_torchs(name: str) -> None:
 
 
 @since_2_15
+@pytest.mark.parametrize("name", NAMES)
+def test_the_lists_with_a_budget_of_sends_are_torchs(name: str) -> None:
+    # with a V and deferred receives ours keep the order of each channel, and torch's do not
+    orders = (False,) if name in ("ZBVZeroBubble", "DualPipeV") else (False, True)
+    for limit, deferred in itertools.product((1, 2, 3), orders):
+        options = {"max_outstanding_sends": limit, "defer_pp_recv": deferred}
+        try:
+            yours = oracle.built(name, 4, 2, 8, **options)
+        except ValueError:
+            with pytest.raises(ValueError, match="send-budget"):
+                made(name, 4, 8, 2, **options)
+            continue
+        wanted = oracle.as_rows(yours.pipeline_order_with_comms)
+        assert texts(made(name, 4, 8, 2, **options).pipeline_order_with_comms) == wanted
+
+
+@since_2_15
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -57,7 +74,8 @@ def test_the_lists_with_an_option_are_torchs(name: str) -> None:
         ({"unshard_lookahead": (1, 4)}, "from 1 to max_active_stages=3"),
         ({"unshard_lookahead": (1, True)}, "from 1 to max_active_stages=3"),
         ({"unshard_lookahead": (1,)}, "1 numbers, but the schedule has 2 ranks"),
-        ({"max_outstanding_sends": 2}, "cannot honour max_outstanding_sends"),
+        ({"max_outstanding_sends": 0}, "send-budget"),
+        ({"max_outstanding_sends": True}, "max_outstanding_sends"),
     ],
 )
 def test_wrong_values_are_refused_by_the_constructor(options: dict[str, Any], message: str) -> None:

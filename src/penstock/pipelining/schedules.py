@@ -27,6 +27,7 @@ from penstock.lowering import (
     AddSharding,
     DeferReceives,
     Pass,
+    SendBudget,
     lower,
 )
 from penstock.lowering.sharding import Lookahead
@@ -323,12 +324,11 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti, theirs._PipelineScheduleRu
     _max_active_stages: int
     _unshard_lookahead: Lookahead
     _defer_reduce_grad_wait: bool
+    _max_outstanding_sends: int | None
 
     if not TYPE_CHECKING:  # torch's constructor has no types, so callers see none here
 
         def __init__(self, *args: Value, **kwargs: Value) -> None:
-            if kwargs.get("max_outstanding_sends") is not None:
-                raise PipelineError("Penstock cannot honour max_outstanding_sends yet: leave it out")
             super().__init__(*args, **kwargs)
             if HAS_WAITS:
                 self._sharding.lookahead_of_ranks(self.pp_group_size)
@@ -369,8 +369,13 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti, theirs._PipelineScheduleRu
             return (*DEFAULT_PASSES, *deferred)
         return (
             *(self._sharding, AddGradReduction(), AddReduceWaits(deferred=self._defer_reduce_grad_wait)),
-            *(AddCommunication(), AddSendWaits(), *deferred),
-        )  # max_outstanding_sends is a pass after all of these
+            *(AddCommunication(), AddSendWaits(), *deferred, *self._send_budget),
+        )
+
+    @property
+    def _send_budget(self) -> tuple[Pass, ...]:
+        limit = self._max_outstanding_sends if HAS_WAITS else None
+        return () if limit is None else (SendBudget(messages=limit),)
 
     @property
     def _sharding(self) -> AddSharding:
@@ -403,7 +408,8 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti, theirs._PipelineScheduleRu
             raise InvalidOrderError("an order with communication has no idle slots (None)")
         if format == "compute_comms":
             self._refuse_options()
-        self._lowered = self._lower(schedule) if format == "compute_only" else with_waits(schedule)
+        is_compute = format == "compute_only"
+        self._lowered = self._lower(schedule) if is_compute else lower(with_waits(schedule), self._send_budget)
         self._order_with_comms = None
         self._disconnect()
 
@@ -494,6 +500,8 @@ class _FamilySchedule(_PipelineScheduleRuntime):
         ):
             self.pipeline_order = {rank: self._calculate_single_rank_operations(rank) for rank in range(ranks)}
             self._prepare_schedule_with_comms(self.pipeline_order)
+        elif self._send_budget:
+            self._schedule()  # raises here, as torch does, if the budget cannot be met
 
     def _calculate_single_rank_operations(self, rank: int) -> ActionList:
         """One rank's actions; a subclass may override it."""
