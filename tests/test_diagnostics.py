@@ -70,8 +70,9 @@ def test_processes_that_crash_are_quoted(code: str, says: str, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("version", "verdict", "says"),
     [
-        ("2.13.1+cu130", "ok", "tested with 2.13"),
-        ("2.14.0", "warn", "private names may have changed: see internals"),
+        ("2.13.1+cu130", "ok", "tested with 2.13, 2.14, 2.15"),
+        ("2.15.0", "ok", "tested with 2.13, 2.14, 2.15"),
+        ("2.16.0", "warn", "private names may have changed: see internals"),
         ("2.4.1", "fail", "older than 2.13: pip install 'penstock[torch]'"),
     ],
 )

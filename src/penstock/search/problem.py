@@ -174,7 +174,7 @@ def _paired(row: list[int]) -> list[int]:
 _TOKEN_KIND = {Kind.F: FORWARD, Kind.I: INPUT_GRAD, Kind.B: INPUT_GRAD, Kind.W: WEIGHT_GRAD}
 _TOKENS = np.array([_TOKEN_KIND.get(kind, -1) for kind in sorted(Kind, key=lambda kind: kind.number)])
 """The same by the number of a kind."""
-_SKIPPED = (Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B, Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD)
+_SKIPPED = tuple(kind for kind in Kind if kind.is_point or kind.is_collective)
 """Kinds that follow from the order of compute: lowering adds them."""
 
 

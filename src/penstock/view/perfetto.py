@@ -207,7 +207,9 @@ def _counters(timeline: Timeline, rank: int, process: int) -> Iterator[Entry]:
     changes = dict(zip(times, zip(*(line.tolist() for line in lines.values()))))
     before = None
     for time, held in {0: (0.0,) * len(lines), **changes}.items():
-        values = {"fixed": memory.fixed, **dict(zip(lines, held))}
+        activations, unsharded, *messages = held
+        values = {"activations": activations, "unsharded": unsharded, "fixed": memory.fixed}
+        values |= dict(zip([*lines][2:], messages))
         if values != before:
             yield {"ph": "C", "name": name, "pid": process, "tid": process, "ts": _us(time), "args": values}
         before = values
