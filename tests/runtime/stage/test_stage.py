@@ -135,7 +135,7 @@ def test_a_target_with_other_rows_than_the_arguments_of_another_rank_is_rejected
         assert "must have the same number of rows, but there are 8 in args[0], 4 in target" in message
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of torch.jit
 def test_scripted_modules_train_with_a_split_backward() -> None:
     def make(index: int, _count: int) -> nn.Module:
         layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
