@@ -37,7 +37,7 @@ test-core:
 	$(CORE)/bin/python -m pytest -n $(WORKERS) --dist loadfile -q -m 'not full' $(addprefix tests/,$(CORE_ROOMS))
 
 $(CORE)/core-dev: $(CORE)/core
-	$(PIP) -e '.[search,serve,view]' hypothesis ipykernel nbclient pandas pytest pytest-xdist selenium
+	$(PIP) -e '.[search,serve,view]' hypothesis pandas pytest pytest-xdist selenium
 	@touch $@
 
 check: $(VENV)/dev

@@ -33,12 +33,12 @@ settings.load_profile("small")  # a busy machine is no failure; `--hypothesis-pr
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Skip modules that import torch where torch is not installed: the core is tested without it."""
+    """Skip modules that import torch, or run notebooks, where these are not installed, as in `make test-core`."""
     report = yield
     call = getattr(report, "call", None)
     cause = None if call is None or call.excinfo is None else call.excinfo.value.__cause__
-    if isinstance(cause, ModuleNotFoundError) and cause.name == "torch":
-        report.outcome, report.longrepr = "skipped", (report.nodeid, 1, "Skipped: it needs torch")
+    if isinstance(cause, ModuleNotFoundError) and cause.name in ("torch", "nbformat", "nbclient"):
+        report.outcome, report.longrepr = "skipped", (report.nodeid, 1, f"Skipped: it needs {cause.name}")
     return report
 
 
