@@ -33,7 +33,7 @@ settings.load_profile("small")  # a busy machine is no failure; `--hypothesis-pr
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Skip modules that import torch, or run notebooks, where these are not installed, as in `make test-core`."""
+    """Skip modules that need torch or notebooks where these are not installed, as in `make test-core`."""
     report = yield
     call = getattr(report, "call", None)
     cause = None if call is None or call.excinfo is None else call.excinfo.value.__cause__
