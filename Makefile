@@ -1,5 +1,5 @@
 # Everything a developer types. `make demo` and `make test` work as the first command in a fresh clone:
-# they make .venv with what constraints.txt pins, and need nothing but Python 3.10 or newer.
+# they make .venv with what constraints.txt pins, and need nothing but Python 3.11 or newer, as these versions do.
 
 PYTHON ?= python3
 # `make test TORCH=2.15` tests with another torch than the oldest, in an environment of its own; 2.14 and 2.15 come with
@@ -66,7 +66,7 @@ clean:
 
 $(VENV)/core: pyproject.toml $(CONSTRAINTS)
 	@test "$(TORCH)" = 2.13 || test -f constraints-torch-$(TORCH).txt || { echo "TORCH is one of: 2.13 $(KNOWN)"; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Penstock needs Python 3.10 or newer: make PYTHON=python3.12 ..."; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "the versions in constraints.txt need Python 3.11 or newer: make PYTHON=python3.12 ..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	@# of the lines for one package, the last file's counts
 	awk -F== '/^[^#]/ {pin[$$1] = $$0} END {for (name in pin) print pin[name]}' $(CONSTRAINTS) > $(VENV)/constraints.txt
